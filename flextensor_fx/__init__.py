@@ -1,0 +1,36 @@
+"""Weight offloading inside the compiled graph: run models whose weights do not fit, as one graph, without hooks."""
+
+from .backend import flextensor
+from .config import OffloadConfig
+from .errors import (
+    BudgetError,
+    ConfigError,
+    GradientError,
+    OffloadError,
+    PatternError,
+    SelectionError,
+    StoreError,
+)
+from .offloading import offload, release
+from .report import Report, report
+from .selection import Selection, select
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BudgetError",
+    "ConfigError",
+    "GradientError",
+    "OffloadConfig",
+    "OffloadError",
+    "PatternError",
+    "Report",
+    "Selection",
+    "SelectionError",
+    "StoreError",
+    "flextensor",
+    "offload",
+    "release",
+    "report",
+    "select",
+]

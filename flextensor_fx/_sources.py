@@ -1,0 +1,171 @@
+"""Everything this package reads of torch's internals to name the weights of a graph.
+
+A Dynamo graph has no submodules. Each placeholder carries a source, a chain such as
+``L['self']._modules['layers']._modules['0']._parameters['weight']``, and each call node a stack of entries
+``(path text, class)``. Neither is public, so both are read here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from .runtime.parameter import OffloadedParameter
+
+_WRAPPER = "_orig_mod"
+
+
+@dataclass(frozen=True)
+class GraphParameter:
+    """A placeholder of a Dynamo graph that stands for a parameter of a module.
+
+    Attributes:
+        node: the placeholder.
+        root: the source text of the outermost module that the chain goes through, such as ``L['self']``.
+        root_parts: the same as names, such as ``("self",)`` or ``("holder", "encoder")``.
+        path: names from that module down to the parameter, without ``_orig_mod``.
+        value: the traced tensor, or None when the graph no longer holds it.
+    """
+
+    node: fx.Node
+    root: str
+    root_parts: tuple[str, ...]
+    path: tuple[str, ...]
+    value: torch.Tensor | None
+
+
+def strip_wrappers(path: str) -> str:
+    """Remove the segments that a torch.compile wrapper adds to a dotted path."""
+    return ".".join(part for part in path.split(".") if part != _WRAPPER) if _WRAPPER in path else path
+
+
+def class_name(cls: type | str | None) -> str:
+    """Return the fully-qualified name of a class; an exported stack holds it as text already, None gives ""."""
+    if cls is None or isinstance(cls, str):
+        return cls or ""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def is_dynamo_graph(graph_module: fx.GraphModule) -> bool:
+    """Tell whether the placeholders carry Dynamo sources."""
+    return any(_source(node) is not None for node in graph_module.graph.find_nodes(op="placeholder"))
+
+
+def graph_parameters(graph_module: fx.GraphModule) -> tuple[GraphParameter, ...]:
+    """Return the parameter placeholders of a Dynamo graph in placeholder order; buffers and inputs are left out."""
+    found = (_graph_parameter(node) for node in graph_module.graph.find_nodes(op="placeholder"))
+    return tuple(parameter for parameter in found if parameter is not None)
+
+
+def stack_entries(graph: fx.Graph) -> Iterator[tuple[str, str]]:
+    """Yield (path text, class name) for each entry of each node's module stack, outermost first, with repeats."""
+    for node in graph.nodes:
+        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+        for path, cls in stack.values():
+            yield path, class_name(cls)
+
+
+def live_root(root: str) -> nn.Module | None:
+    """Return the module that a source text stands for in the frame being compiled, or None outside a compilation.
+
+    Only this module knows the classes of containers, the root's class and the second name of a tied weight: the
+    graph has lost them. The caller checks the parameters by identity before it believes the answer.
+    """
+    try:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        frame: Any = InstructionTranslator.current_tx().output.root_tx
+        # The text is Dynamo's own guard expression over the frame's locals (L) and globals (G).
+        value = eval(root, {"L": frame.f_locals, "G": frame.f_globals})
+    except (ImportError, AttributeError, NameError, LookupError, TypeError, SyntaxError):
+        return None
+    return value if isinstance(value, nn.Module) else None
+
+
+def storage_key(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return a key that two tensors share exactly when they are one view of one storage, on any device, meta too.
+
+    ``state_dict()`` detaches, so the two names of a tied weight are two tensor objects there. Valid only while the
+    tensors live: an address can be reused afterwards.
+    """
+    if isinstance(tensor, OffloadedParameter):
+        return tensor.identity
+    try:
+        storage = tensor.untyped_storage()._cdata
+        return (storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    except (RuntimeError, NotImplementedError):  # sparse tensors and wrapper subclasses have no storage
+        return (id(tensor),)
+
+
+def nbytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's elements; 0 when the shape is not known yet (lazy or symbolic)."""
+    if nn.parameter.is_lazy(tensor):
+        return 0
+    count = tensor.numel()
+    # int() of a symbolic count would add a guard to the graph being compiled.
+    return count * tensor.element_size() if type(count) is int else 0
+
+
+def _source(node: fx.Node) -> Any:
+    source = getattr(node, "_dynamo_source", None)
+    return source if source is not None else getattr(node.meta.get("grapharg"), "source", None)
+
+
+def _source_name(source: Any) -> str:
+    name = source.name
+    return str(name() if callable(name) else name)  # a method in older releases, a property in newer ones
+
+
+def _graph_parameter(node: fx.Node) -> GraphParameter | None:
+    source = _source(node)
+    chain: list[Any] = []
+    while source is not None:
+        chain.append(source)
+        source = getattr(source, "base", None)
+    chain.reverse()
+    root, root_parts, path, container = None, (), (), ""
+    parts: tuple[str, ...] = ()
+    is_parameter = False
+    for link in chain:
+        step = _step(link)
+        if step is None:
+            continue
+        is_attribute, text = step
+        if is_parameter:
+            return None  # an attribute or an element of a parameter
+        if container:
+            is_parameter = container == "_parameters"
+            path, container = (*path, text), ""
+        elif is_attribute and text in ("_modules", "_parameters"):
+            root = root or _source_name(link.base)
+            root_parts = root_parts or parts
+            container = text
+        elif not (is_attribute and text == _WRAPPER):
+            # A module kept in a plain attribute or list: named_modules() of the outer module does not know it.
+            parts = (*root_parts, *path, *parts, text) if root else (*parts, text)
+            root, root_parts, path = None, (), ()
+    if not is_parameter or root is None:
+        return None
+    return GraphParameter(node, root, root_parts, path, _traced_value(node))
+
+
+def _step(link: Any) -> tuple[bool, str] | None:
+    if hasattr(link, "member"):
+        return True, link.member
+    if hasattr(link, "index"):
+        return False, str(link.index)
+    for field in ("local_name", "global_name"):
+        if hasattr(link, field):
+            return False, getattr(link, field)
+    return None
+
+
+def _traced_value(node: fx.Node) -> torch.Tensor | None:
+    graph_argument = node.meta.get("grapharg")
+    example = getattr(graph_argument, "example", None) if graph_argument is not None else None
+    value = example if example is not None else node.meta.get("example_value")
+    return value if isinstance(value, torch.Tensor) else None

@@ -1,0 +1,291 @@
+"""The torch.compile backend: from a captured graph to a callable that streams its weights."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
+
+from . import _frames, _sources
+from .candidates import Roots
+from .config import OffloadConfig
+from .errors import SelectionError
+from .estimate import default_link, measure_compute, step_costs
+from .gradients import differentiable_outputs, refuse_gradients
+from .inner import compile_alone, compile_inner
+from .mutations import mutated_placeholders
+from .passes.collect_uses import collect_uses
+from .passes.fetches import FetchSpec, fetch_nodes
+from .passes.pipeline import Limit, Pipeline, PoolTooSmall, lower
+from .passes.place_fetches import place_fetches
+from .passes.realized import Realized, captured_realized
+from .runtime import registry
+from .runtime.parameter import OffloadedParameter
+from .session import Costs, GraphRecord, Session
+
+log = logging.getLogger("flextensor_fx")
+
+_ATTEMPTS = 4  # a graph is planned again when its lowered form needs a larger pool than its captured form showed
+
+
+def flextensor(
+    graph_module: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | OffloadConfig | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compiles a captured graph so that the weights its model's patterns select are streamed under a byte budget.
+
+    Use it by name, `torch.compile(model, backend="flextensor", options={...})`, or as the callable itself.
+
+    Args:
+        options: fields of `OffloadConfig`.
+        mode: the inner compiler's mode; the same as `options={"inner_mode": ...}`.
+
+    Raises:
+        OffloadError: (one of its kinds) the options, the patterns or the budget cannot work; nothing has been moved then.
+        StoreError: the store cannot be written.
+    """
+    config = OffloadConfig.resolve(options)
+    if mode is not None:
+        config = OffloadConfig(**{**config.asdict(), "inner_mode": mode})
+    if not config.enabled:
+        return compile_alone(graph_module, example_inputs, config)
+    weights = _find_weights(graph_module, example_inputs, config)
+    sessions = list(dict.fromkeys(weight.session for weight in weights.values()))
+    for session in sessions:
+        session.note_callable(_frames.compiled_callable())
+    for _ in range(_ATTEMPTS):
+        compilation = _Compilation(graph_module, config, weights)
+        try:
+            compiled = compilation.run(example_inputs)
+            break
+        except PoolTooSmall as error:
+            next(session for session in sessions if session.uid == error.store).require_pool(error.least)
+    else:
+        raise AssertionError(f"no pool was found in {_ATTEMPTS} plans for {graph_module.graph!r}")
+    for session in sessions:
+        session.commit()
+    return compiled
+
+
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    """A placeholder that stands for a selected weight: the value given for it, its session, and its name there."""
+
+    value: nn.Parameter
+    session: Session
+    name: str
+
+
+# --- which placeholders are weights ------------------------------------------------------------------------------------
+
+
+def _find_weights(module: GraphModule, inputs: Sequence[Any], config: OffloadConfig) -> dict[Node, _Weight]:
+    """The placeholders that are weights of a session; opens the session of a model that has none."""
+    placeholders = zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True)
+    parameters = {node: value for node, value in placeholders if isinstance(value, nn.Parameter)}
+    owners = _owners()
+    strangers = {
+        node: p for node, p in parameters.items() if id(p) not in owners and not isinstance(p, OffloadedParameter)
+    }
+    if strangers:
+        known = bool(owners.keys() & {id(p) for p in parameters.values()}) or any(
+            isinstance(p, OffloadedParameter) for p in parameters.values()
+        )
+        try:
+            _open(module, strangers, config)
+        except SelectionError:
+            # Another part of what the user compiled is offloaded already; this part simply has nothing selected.
+            if not known and not any(s.has_callable(_frames.compiled_callable()) for s in registry.living_sessions()):
+                raise
+        owners = _owners()
+    found = {node: (p, *owners[id(p)]) for node, p in parameters.items() if id(p) in owners}
+    return {node: _Weight(p, session, name) for node, (p, session, name) in found.items() if name is not None}
+
+
+def _owners() -> dict[int, tuple[Session, str | None]]:
+    """By id of every parameter of every offloaded model: its session, and its name if it is selected."""
+    owners: dict[int, tuple[Session, str | None]] = {}
+    for session in registry.living_sessions():
+        for name, slot in session.roots.slots().items():
+            key = id(slot.parameter)
+            if name in session.nbytes or key not in owners:
+                owners[key] = session, name if name in session.nbytes else None
+    return owners
+
+
+def _open(module: GraphModule, parameters: Mapping[Node, nn.Parameter], config: OffloadConfig) -> None:
+    """Opens a session for the modules that hold `parameters`, and enters it for each of them."""
+    roots = _roots_of(module, parameters)
+    if not roots.modules:
+        return
+    names: dict[int, list[str]] = {}
+    for name, slot in roots.slots().items():
+        names.setdefault(id(slot.parameter), []).append(name)
+    named = {node: names[id(p)] for node, p in parameters.items() if id(p) in names}
+    specs = {
+        node: FetchSpec(names[0], tuple(p.shape), (), p.dtype, p.device)
+        for node, names in named.items()
+        if (p := parameters[node]).layout is torch.strided
+    }
+    uses = collect_uses(module.graph, captured_realized, specs)
+    steps_of = {
+        name: tuple(sorted({step for c in use.consumers for step in (c.step, c.closes)}))
+        for use in uses.fetches
+        for name in named[use.node]
+    }
+    changed = mutated_placeholders(module.graph, named)
+    stays = {name: "the graph changes it in place" for node in changed for name in named[node]}
+    costs = Costs(steps_of, step_costs(uses, measure_compute()), default_link())
+    session = Session.open(roots, config, costs, stays)
+    for root in roots.modules.values():
+        registry.sessions[root] = session
+
+
+def _roots_of(module: GraphModule, parameters: Mapping[Node, nn.Parameter]) -> Roots:
+    """The outermost modules of the running compilation that hold `parameters`, with a prefix each if there are several."""
+    missing = {id(p) for p in parameters.values()}
+    found: dict[int, tuple[nn.Module, str]] = {}
+    sources = {p.root: p for p in _sources.graph_parameters(module)}
+    by_source = ((_sources.live_root(root), p.root_parts[-1] if p.root_parts else "") for root, p in sources.items())
+    outer = [(root, type(root).__name__) for root in _frames.outer_modules()]
+    for root, prefix in [*outer, *((root, prefix) for root, prefix in by_source if root is not None)]:
+        held = missing & {id(p) for p in root.parameters()}
+        if held and id(root) not in found:
+            found[id(root)] = root, prefix.replace(".", "_")
+            missing -= held
+    if len(found) == 1:
+        return Roots({"": next(iter(found.values()))[0]})
+    return Roots(_distinct(found.values()))
+
+
+def _distinct(roots: Any) -> dict[str, nn.Module]:
+    named: dict[str, nn.Module] = {}
+    for root, prefix in roots:
+        named[prefix if prefix not in named else f"{prefix}_{len(named)}"] = root
+    return named
+
+
+# --- one compilation ---------------------------------------------------------------------------------------------------
+
+
+class _Compilation:
+    """One try at compiling one captured graph; it is changed nowhere, a copy is."""
+
+    def __init__(self, module: GraphModule, config: OffloadConfig, weights: Mapping[Node, _Weight]) -> None:
+        self.module = module
+        self.config = config
+        self.weights = weights
+        self.sessions = {weight.session.uid: weight.session for weight in weights.values()}
+
+    def run(self, inputs: Sequence[Any]) -> Callable[..., Any]:
+        placeholders = self.module.graph.find_nodes(op="placeholder")
+        changed = mutated_placeholders(self.module.graph, self.weights)
+        streamed = {
+            node: weight
+            for node, weight in self.weights.items()
+            if weight.name in weight.session.streamed and node not in changed
+        }
+        if not streamed and not any(isinstance(value, OffloadedParameter) for value in inputs):
+            return compile_alone(self.module, inputs, self.config)
+        graph, copies = _copy_graph(self.module.graph)
+        captured = GraphModule(self.module, graph)
+        captured.meta.update(self.module.meta)
+        pipeline = Pipeline(captured, self._name("captured"), self._dump_dir)
+        specs = {copies[node]: _spec(weight) for node, weight in streamed.items()}
+
+        def place(graph: Graph) -> None:
+            place_fetches(graph, specs)
+
+        place.__name__ = "place_fetches"
+        if specs:
+            pipeline.apply(place)
+        kept = [place for place, node in enumerate(placeholders) if node not in streamed]
+        # An offloaded weight that is no fetch (the graph changes it) comes in as a tensor over the store's file.
+        examples = [v.plain() if isinstance(v := inputs[place], OffloadedParameter) else v for place in kept]
+        compiled = compile_inner(captured, examples, self.config, self._lower)
+        run = _runner(compiled, kept, {p for p in kept if isinstance(inputs[p], OffloadedParameter)}, self.sessions)
+        trainable = [w.name for w in self.weights.values() if w.value.requires_grad and _offloaded(w)]
+        if torch.is_grad_enabled() and trainable:
+            return refuse_gradients(run, trainable, differentiable_outputs(self.module.graph))
+        return run
+
+    def _lower(self, module: GraphModule, realized: Realized, backward: bool) -> None:
+        if not any(fetch_nodes(module.graph)):
+            return
+        name = self._name("backward" if backward else "forward")
+        pipeline = Pipeline(module, name, self._dump_dir)
+        limits = {uid: Limit(session.pool, self.config.lookahead) for uid, session in self.sessions.items()}
+        for uid, schedule in lower(pipeline, realized, limits).items():
+            self.sessions[uid].record(GraphRecord(name, schedule, pipeline.seconds))
+
+    def _name(self, kind: str) -> str:
+        number = sum(len(session.graphs) for session in self.sessions.values())
+        return f"{kind} {number}"
+
+    @property
+    def _dump_dir(self) -> Any:
+        from pathlib import Path
+
+        return None if self.config.dump_dir is None else Path(self.config.dump_dir)
+
+
+def _offloaded(weight: _Weight) -> bool:
+    return weight.name in weight.session.streamed
+
+
+def _spec(weight: _Weight) -> FetchSpec:
+    p = weight.value
+    return FetchSpec(weight.session.key(weight.name), tuple(p.shape), tuple(p.stride()), p.dtype, p.device)
+
+
+def _copy_graph(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
+    """A copy to rewrite: Dynamo goes on using the graph that it handed over."""
+    copy, copies = Graph(tracer_cls=graph._tracer_cls), {}
+    result = copy.graph_copy(graph, copies)
+    output = copy.output(result)
+    output.meta.update(graph.output_node().meta)
+    for node in graph.find_nodes(op="placeholder"):
+        copies[node]._dynamo_source = node._dynamo_source  # AOTAutograd reads it
+    return copy, copies
+
+
+def _runner(
+    compiled: Callable[..., Any], kept: Sequence[int], mapped: set[int], sessions: Mapping[str, Session]
+) -> Callable[..., Any]:
+    """What Dynamo calls: leaves out the arguments that became fetches, and lets one call at a time use a session's pool."""
+    locks = [session.lock for _, session in sorted(sessions.items())]
+
+    def call(*arguments: Any) -> Any:
+        return compiled(*[arguments[p].plain() if p in mapped else arguments[p] for p in kept])
+
+    def call_unmapped(*arguments: Any) -> Any:
+        return compiled(*[arguments[p] for p in kept])
+
+    inner = call if mapped else call_unmapped
+    if len(locks) == 1:
+        (lock,) = locks
+
+        def run(*arguments: Any) -> Any:
+            with lock:
+                return inner(*arguments)
+
+        return run
+
+    def run_with_all(*arguments: Any) -> Any:
+        for lock in locks:
+            lock.acquire()
+        try:
+            return inner(*arguments)
+        finally:
+            for lock in reversed(locks):
+                lock.release()
+
+    return run_with_all

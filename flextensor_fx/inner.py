@@ -1,0 +1,135 @@
+"""The inner compilers: each gets the graph after capture, and lowers its fetches where that compiler's graph is nearly final."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule
+
+from .config import OffloadConfig
+from .errors import ConfigError
+from .passes.realized import Realized, all_realized, aten_realized
+from .passes.tag_recompute import tag_recompute
+
+Lower = Callable[[GraphModule, Realized, bool], None]
+"""Lowers the fetches of a graph in place; the flag says that it is a backward graph."""
+
+Compiled = Callable[..., Any]
+
+
+def compile_inner(module: GraphModule, inputs: Sequence[Any], config: OffloadConfig, lower: Lower) -> Compiled:
+    """Compiles `module` with the configured inner backend.
+
+    Args:
+        module: a graph as Dynamo captured it, fetches placed; it is taken over.
+        inputs: one example per placeholder.
+        lower: called once per graph that the inner backend makes of it.
+    """
+    return {"inductor": _inductor, "aot_eager": _aot_eager, "eager": _eager}[config.inner_backend](
+        module, inputs, config, lower
+    )
+
+
+def _eager(module: GraphModule, inputs: Sequence[Any], config: OffloadConfig, lower: Lower) -> Compiled:
+    lower(module, all_realized, False)
+    return module.forward
+
+
+def _aot_eager(module: GraphModule, inputs: Sequence[Any], config: OffloadConfig, lower: Lower) -> Compiled:
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    def compiler(graph: GraphModule, _: Sequence[Any], *, backward: bool) -> Compiled:
+        lower(graph, all_realized, backward)
+        return make_boxed_func(graph.forward)
+
+    def partition(joint: GraphModule, joint_inputs: Sequence[Any], **options: Any) -> Any:
+        tag_recompute(joint.graph)
+        return min_cut_rematerialization_partition(joint, joint_inputs, **options)
+
+    with _without_autograd_cache():
+        return aot_autograd(
+            fw_compiler=functools.partial(compiler, backward=False),
+            bw_compiler=functools.partial(compiler, backward=True),
+            partition_fn=partition,
+            keep_inference_input_mutations=True,
+        )(module, inputs)
+
+
+def _inductor(module: GraphModule, inputs: Sequence[Any], config: OffloadConfig, lower: Lower) -> Compiled:
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def lower_then_compile(graph: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
+        lower(graph, aten_realized, bool(options.get("is_backward", False)))
+        return compile_fx_inner(graph, example_inputs, **options)
+
+    with _without_autograd_cache():
+        return compile_fx(module, inputs, inner_compile=lower_then_compile, config_patches=_inductor_options(config))
+
+
+def compile_alone(module: GraphModule, inputs: Sequence[Any], config: OffloadConfig) -> Compiled:
+    """The inner backend alone, for a graph without offloaded weights."""
+    if config.inner_backend == "inductor":
+        from torch._inductor.compile_fx import compile_fx
+
+        return compile_fx(module, inputs, config_patches=_user_options(config))
+    if config.inner_backend == "aot_eager":
+        from torch._dynamo.backends.registry import lookup_backend
+
+        return lookup_backend("aot_eager")(module, list(inputs))
+    return module.forward
+
+
+def _without_autograd_cache() -> Any:
+    # AOTAutograd's cache is keyed by the graph before lowering and would return a graph with another budget's schedule.
+    # Inductor's own cache is keyed by the lowered graph and stays on.
+    return torch._functorch.config.patch(enable_autograd_cache=False)
+
+
+def _user_options(config: OffloadConfig) -> dict[str, Any]:
+    import torch._inductor
+    from torch._inductor import config as inductor_config
+
+    options: dict[str, Any] = {}
+    if config.inner_mode is not None:
+        modes: Mapping[str, Any] = torch._inductor.list_mode_options()
+        if config.inner_mode not in modes and config.inner_mode != "default":
+            raise ConfigError(
+                f"option 'inner_mode': expected one of {sorted([*modes, 'default'])}, found {config.inner_mode!r}"
+            )
+        options |= modes.get(config.inner_mode, {})
+    for name, value in (config.inner_options or {}).items():
+        name = name.replace("-", "_")
+        if not hasattr(inductor_config, name.split(".")[0]):
+            raise ConfigError(f"option 'inner_options': Inductor has no option {name!r}; see torch._inductor.list_options()")
+        options[name] = value
+    return options
+
+
+def _inductor_options(config: OffloadConfig) -> dict[str, Any]:
+    from torch._inductor import config as inductor_config
+
+    options = _user_options(config)
+    first = options.get("joint_custom_pre_pass", inductor_config.joint_custom_pre_pass)
+    options["joint_custom_pre_pass"] = _tagging_pass(first)
+    return options
+
+
+def _tagging_pass(first: Any) -> Any:
+    """An Inductor pass that runs `first` and then `tag_recompute`, known to Inductor's cache by a name."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class TagRecompute(CustomGraphPass):
+        def __call__(self, graph: Graph) -> None:
+            for one in first if isinstance(first, (list, tuple)) else [first] if first is not None else []:
+                one(graph)
+            tag_recompute(graph)
+
+        def uuid(self) -> Any:
+            theirs = first.uuid() if isinstance(first, CustomGraphPass) else repr(first)
+            return f"flextensor_fx.tag_recompute.1:{theirs}"
+
+    return TagRecompute()

@@ -1,0 +1,303 @@
+"""Decide which weights stay on the device, which are streamed, and how large a pool they stream through.
+
+The planner sees bytes, steps, milliseconds and names; never tensors or graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from flextensor_fx.bounds import lower_bound
+from flextensor_fx.errors import BudgetError
+from flextensor_fx.passes.schedule import (
+    Schedule,
+    Window,
+    check_uses,
+    format_bytes,
+    format_table,
+    issue_steps,
+    least_pool,
+    schedule,
+    use_events,
+    windows_of,
+)
+from flextensor_fx.passes.verify_schedule import verify_schedule
+from flextensor_fx.residency import Problem, choose_streamed
+from flextensor_fx.simulate import Link, Run, simulate, timeline
+
+Uses = Sequence[tuple[str, int, tuple[int, ...]]]
+
+_SMALL_BYTES = 64 * 1024  # the automatic threshold is this, or _SMALL_SHARE of all bytes where that is less
+_SMALL_SHARE = 0.01
+_OVERLAP_SLACK = 1.02  # without a budget: time allowed, relative to a pool without limit
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What stays, what moves, and what that should cost.
+
+    Fields:
+        resident: keys that stay on the device.
+        streamed: keys that are copied for each window, in order of first use.
+        pool: bytes the streamed weights may hold together, at least any one of them.
+        budget: bytes given for residents and pool together; None: none was given.
+        lookahead: as in `schedule`.
+        peak_bytes: resident bytes plus pool, at most the budget.
+        streamed_bytes: sum over the streamed weights.
+        predicted_ms: simulated time of one call with nothing prefetched.
+        predicted_stall_ms: the part of it in which compute waits for copies.
+        lower_bound_ms: no plan within the budget (here: within peak_bytes where none was given) is faster.
+        least_budget: the least budget that `plan` accepts for these weights.
+        why: one line per key.
+    """
+
+    resident: frozenset[str]
+    streamed: tuple[str, ...]
+    pool: int
+    budget: int | None
+    lookahead: int | None
+    peak_bytes: int
+    streamed_bytes: int
+    predicted_ms: float
+    predicted_stall_ms: float
+    lower_bound_ms: float
+    least_budget: int
+    why: Mapping[str, str] = field(hash=False)
+
+    def __str__(self) -> str:
+        given = "none" if self.budget is None else format_bytes(self.budget)
+        kept, moved, pool = (format_bytes(n) for n in (self.peak_bytes - self.pool, self.streamed_bytes, self.pool))
+        stall, bound = f"{self.predicted_stall_ms:.3f} ms stalled", f"lower bound {self.lower_bound_ms:.3f} ms"
+        lines = [
+            f"Plan: budget {given}, takes {format_bytes(self.peak_bytes)}; least budget {format_bytes(self.least_budget)}",
+            f"  resident   {len(self.resident)} weights, {kept}",
+            f"  streamed   {len(self.streamed)} weights, {moved}, through a pool of {pool}",
+            f"  predicted  {self.predicted_ms:.3f} ms, of it {stall}; {bound}",
+        ]
+        return "\n".join(lines) + "\n" + format_table(("key", "why"), list(self.why.items()), left=2)
+
+
+def plan(
+    uses: Uses,
+    step_ms: Sequence[float],
+    link: Link,
+    budget: int | None,
+    *,
+    fixed: frozenset[str] = frozenset(),
+    lookahead: int | None = None,
+    min_stream_bytes: int | None = None,
+    least_pool_bytes: int = 0,
+) -> Plan:
+    """Plan one call so that it is as fast as the budget allows when it starts with nothing prefetched.
+
+    Args:
+        uses: (key, bytes, steps that use it) for every selected weight; each has at least one step.
+        step_ms: milliseconds each compute step takes.
+        link: what a copy costs.
+        budget: bytes for resident weights and pool together. None: stream every weight above the threshold, through the
+            smallest pool with which the call takes at most 2% longer than with a pool without limit.
+        fixed: keys that must stay resident; their bytes count.
+        lookahead: transfers that may be issued ahead of the one being waited for; None: as many as the pool holds.
+        min_stream_bytes: smaller weights stay resident. None: the lesser of 64 KiB and 1% of all bytes; then smaller ones are
+            streamed after all, largest first, where the budget cannot be met otherwise.
+        least_pool_bytes: the pool is at least this large if anything is streamed, as a graph with uses of its own may need.
+
+    Raises:
+        BudgetError: the budget is below the least that works, which the error names.
+        ValueError: malformed uses, a step beyond `step_ms`, an unknown fixed key, a negative lookahead.
+    """
+    _check(uses, step_ms, fixed, lookahead)
+    total = sum(nbytes for _, nbytes, _ in uses)
+    threshold = min(_SMALL_BYTES, int(total * _SMALL_SHARE)) if min_stream_bytes is None else min_stream_bytes
+    movable = [w for w, (key, nbytes, _) in enumerate(uses) if nbytes and key not in fixed]
+    large = [w for w in movable if uses[w][1] >= threshold]
+    small = sorted((w for w in movable if uses[w][1] < threshold), key=lambda w: -uses[w][1])
+    if min_stream_bytes is not None:
+        movable, small = large, []
+    least = _least_budget(uses, movable, total, least_pool_bytes)
+    if budget is not None and budget < least:
+        raise BudgetError(_refusal(uses, movable, budget, least, total), least)
+
+    def bound(within: int) -> float:
+        sizes = [nbytes for _, nbytes, _ in uses]
+        busy_ms = [sum(step_ms[step] for step in set(steps)) for _, _, steps in uses]
+        return lower_bound(sizes, [link.copy_ms(n) for n in sizes], busy_ms, movable, within, sum(step_ms))
+
+    if budget is None:
+        chosen = frozenset(large)
+    elif budget >= total:
+        chosen = frozenset()
+    else:
+        allowed = _allowed(uses, large, small, budget, total, least_pool_bytes)
+        chosen = choose_streamed(
+            _problem(uses, step_ms, link, allowed, budget, lookahead, bound(budget), least_pool_bytes)
+        )
+    streamed = sorted(chosen, key=lambda w: (min(uses[w][2]), w))
+    windows = windows_of([uses[w] for w in sorted(chosen)])
+    resident_bytes = total - sum(uses[w][1] for w in chosen)
+    if budget is None:
+        transfers = _smallest_pool(windows, step_ms, link, lookahead, least_pool_bytes if chosen else 0)
+    else:
+        most = max(sum(w.nbytes for w in windows), least_pool_bytes if chosen else 0)
+        transfers = schedule(windows, min(budget - resident_bytes, most), lookahead)
+    run = simulate(verify_schedule(transfers, windows), step_ms, link)
+    peak = resident_bytes + transfers.pool
+    everything = "the budget holds every weight" if budget is not None and budget >= total else None
+    return Plan(
+        resident=frozenset(key for w, (key, _, _) in enumerate(uses) if w not in chosen),
+        streamed=tuple(uses[w][0] for w in streamed),
+        pool=transfers.pool,
+        budget=budget,
+        lookahead=lookahead,
+        peak_bytes=peak,
+        streamed_bytes=total - resident_bytes,
+        predicted_ms=run.total_ms,
+        predicted_stall_ms=run.stall_ms,
+        lower_bound_ms=min(bound(peak if budget is None else budget), run.total_ms),
+        least_budget=least,
+        why=_reasons(uses, step_ms, link, fixed, threshold, everything, transfers, run),
+    )
+
+
+def _check(uses: Uses, step_ms: Sequence[float], fixed: frozenset[str], lookahead: int | None) -> None:
+    check_uses(uses)
+    for key, _, steps in uses:
+        if max(steps) >= len(step_ms):
+            raise ValueError(f"plan: {key!r} is used in step {max(steps)}, but step_ms has {len(step_ms)} steps")
+    if unknown := fixed - {key for key, _, _ in uses}:
+        raise ValueError(f"plan: fixed names {min(unknown)!r}, which is not among the {len(uses)} weights in uses")
+    if lookahead is not None and lookahead < 0:
+        raise ValueError(f"plan: lookahead must be at least 0 or None, found {lookahead}")
+
+
+def _least_budget(uses: Uses, streamed: Sequence[int], total: int, least_pool_bytes: int) -> int:
+    # Streaming one weight more frees its bytes and adds at most as many to the pool, so streaming all of them is the least.
+    windows = windows_of([uses[w] for w in sorted(streamed)])
+    freed = sum(uses[w][1] for w in streamed)
+    return min(total, total - freed + max(least_pool(windows), least_pool_bytes))
+
+
+def _allowed(
+    uses: Uses, large: Sequence[int], small: Sequence[int], budget: int, total: int, least_pool_bytes: int
+) -> list[int]:
+    """`large` and the fewest of `small`, in its order, with which the budget can be met."""
+    low, high = 0, len(small)
+    while low < high:
+        middle = (low + high) // 2
+        if _least_budget(uses, [*large, *small[:middle]], total, least_pool_bytes) <= budget:
+            high = middle
+        else:
+            low = middle + 1
+    return sorted([*large, *small[:low]])
+
+
+def _problem(
+    uses: Uses,
+    step_ms: Sequence[float],
+    link: Link,
+    streamable: Sequence[int],
+    budget: int,
+    lookahead: int | None,
+    bound_ms: float,
+    least_pool_bytes: int,
+) -> Problem:
+    sizes = [nbytes for _, nbytes, _ in uses]
+    return Problem(
+        sizes=sizes,
+        copy_ms=[link.copy_ms(nbytes) for nbytes in sizes],
+        events=use_events(uses),
+        clock=[0.0, *accumulate(step_ms)],
+        streamable=sorted(streamable, key=lambda w: (min(uses[w][2]), w)),
+        budget=budget,
+        lookahead=lookahead,
+        lower_bound_ms=bound_ms,
+        least_pool=least_pool_bytes,
+    )
+
+
+def _smallest_pool(
+    windows: Sequence[Window], step_ms: Sequence[float], link: Link, lookahead: int | None, least: int
+) -> Schedule:
+    first = [w.first_use for w in windows]
+    last = [w.last_use for w in windows]
+    sizes = [w.nbytes for w in windows]
+    copies = [link.copy_ms(nbytes) for nbytes in sizes]
+    clock = [0.0, *accumulate(step_ms)]
+
+    def total_ms(pool: int) -> float:
+        issues = issue_steps(first, last, sizes, pool, lookahead)
+        assert issues is not None, f"a pool of {pool} bytes is not below the least pool"
+        return clock[-1] + timeline(issues, first, copies, clock)[1][-1]
+
+    low = max(least_pool(windows), least)
+    high = max(sum(sizes), low)
+    allowed_ms = _OVERLAP_SLACK * total_ms(high)
+    while low < high:
+        middle = (low + high) // 2
+        if total_ms(middle) <= allowed_ms:
+            high = middle
+        else:
+            low = middle + 1
+    return schedule(windows, low, lookahead)
+
+
+def _refusal(uses: Uses, movable: Sequence[int], budget: int, least: int, total: int) -> str:
+    held = total - sum(uses[w][1] for w in movable)
+    text = (
+        f"plan: expected a budget of at least {least} bytes ({format_bytes(least)}), found {budget} ({format_bytes(budget)}); "
+        f"{held} bytes ({format_bytes(held)}) must stay resident and the weights that one step needs together take "
+        f"{least - held} ({format_bytes(least - held)})"
+    )
+    if movable:
+        key, nbytes, _ = max((uses[w] for w in movable), key=lambda use: use[1])
+        text += f", the largest weight being {key!r} with {nbytes} ({format_bytes(nbytes)})"
+    return text + "; raise the budget"
+
+
+def _reasons(
+    uses: Uses,
+    step_ms: Sequence[float],
+    link: Link,
+    fixed: frozenset[str],
+    threshold: int,
+    everything: str | None,
+    transfers: Schedule,
+    run: Run,
+) -> dict[str, str]:
+    clock = [0.0, *accumulate(step_ms)]
+    moves: dict[str, list[int]] = {}
+    for at, transfer in enumerate(transfers.transfers):
+        moves.setdefault(transfer.key, []).append(at)
+
+    def streamed(at: Sequence[int]) -> str:
+        times = "streamed" if len(at) == 1 else f"streamed {len(at)} times"
+        worst = max(at, key=lambda i: run.transfers[i].stall_ms)
+        move, stall = transfers.transfers[worst], run.transfers[worst].stall_ms
+        if stall > 0:
+            return f"{times}: step {move.first_use} waits {stall:.3f} ms for it"
+        if move.issue_at == move.first_use:
+            return f"{times}: its copy takes no time"
+        begin, end = move.issue_at, move.first_use - 1
+        return (
+            f"{times}: hidden behind step {end}" if begin == end else f"{times}: hidden behind steps {begin} to {end}"
+        )
+
+    def resident(key: str, nbytes: int, steps: Sequence[int]) -> str:
+        if key in fixed:
+            return "required to stay"
+        if not nbytes:
+            return "empty"
+        if everything:
+            return everything
+        if nbytes < threshold:
+            return f"{format_bytes(nbytes)} costs more to move than to keep"
+        if link.copy_ms(nbytes) > clock[min(steps)]:
+            return f"used in step {min(steps)}, too early for its first copy to hide"
+        return f"within the budget, which saves a copy of {link.copy_ms(nbytes):.3f} ms"
+
+    return {
+        key: streamed(moves[key]) if key in moves else f"resident: {resident(key, nbytes, steps)}"
+        for key, nbytes, steps in uses
+    }

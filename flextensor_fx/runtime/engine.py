@@ -1,0 +1,292 @@
+"""The transfer engine of the disk tier: weights by key, out of a store, into memory that the graph owns."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import time
+import uuid
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from statistics import median
+from types import MappingProxyType
+
+import numpy as np
+import torch
+
+from flextensor_fx.errors import OffloadError, StoreError
+from flextensor_fx.runtime.arena import Block
+from flextensor_fx.runtime.container import ALIGN
+from flextensor_fx.runtime.layout import WeightSpec
+from flextensor_fx.runtime.mapping import map_weight
+from flextensor_fx.runtime.reader import Reader, Transfer, closed_error
+from flextensor_fx.runtime.store import Store
+
+_PROBE_BYTES = 4 << 20
+_PROBE_SECONDS = 0.04
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What an engine has done so far.
+
+    Attributes:
+        transfers: started.
+        reads: of weights, also those repeated after a write and those on the calling thread.
+        disk_bytes: read from the disk.
+        cached_bytes: read from the page cache.
+        read_seconds: spent in these reads, summed over threads.
+        stall_ms: that `finish` waited, in all.
+        stall_ms_by_key: the same per weight, for weights that were waited for.
+        overruns: times that memory beyond the pool was taken.
+        pool_bytes: bytes that transfers may hold together.
+        peak_pool_bytes: greatest number of bytes that they did hold.
+        touched_bytes: of memory that the pool keeps from the system now.
+    """
+
+    transfers: int
+    reads: int
+    disk_bytes: int
+    cached_bytes: int
+    read_seconds: float
+    stall_ms: float
+    stall_ms_by_key: Mapping[str, float]
+    overruns: int
+    pool_bytes: int
+    peak_pool_bytes: int
+    touched_bytes: int
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per ms of reading; 0 before the first read."""
+        return (self.disk_bytes + self.cached_bytes) / (self.read_seconds * 1000) if self.read_seconds else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"transfers {self.transfers}, read {self.disk_bytes / 1e6:.1f} MB from disk and "
+            f"{self.cached_bytes / 1e6:.1f} MB from page cache at {self.bandwidth / 1e3:.0f} MB/s, "
+            f"stalled {self.stall_ms:.1f} ms, pool peak {self.peak_pool_bytes / 1e6:.1f} of {self.pool_bytes / 1e6:.1f} MB, "
+            f"overruns {self.overruns}"
+        )
+
+
+class Engine:
+    """Starts and finishes transfers of weights from a store.
+
+    Args:
+        uid: of the store, for messages.
+        store: closed with the engine.
+        pool_bytes: that transfers may hold together.
+        read_threads: 1 reads in the order of start; with more, reads overlap.
+        delay_ms: for tests: every transfer arrives that late and its memory holds 0xFF until then. None takes
+            FLEXTENSOR_FX_TEST_DELAY_MS, else 0.
+    """
+
+    def __init__(
+        self, uid: str, store: Store, pool_bytes: int, *, read_threads: int = 1, delay_ms: float | None = None
+    ) -> None:
+        if delay_ms is None:
+            delay_ms = float(os.environ.get("FLEXTENSOR_FX_TEST_DELAY_MS", "0"))
+        self.uid = uid
+        self.instance = uuid.uuid4().hex
+        self.store = store
+        self._pool_bytes = pool_bytes
+        self._reader = Reader(store, pool_bytes, read_threads, delay_ms)
+        self._transfers = self._overruns = 0
+        self._stalls: dict[str, float] = {}
+        self._closed = False
+        # An engine that is dropped without close still ends its threads; those hold the store, whose directory goes last.
+        self._finalizer = weakref.finalize(self, Reader.stop, self._reader)
+
+    def start(self, key: str) -> Transfer:
+        """Begin to read a weight. Never waits: without room in the pool the read begins when a block comes back.
+
+        Raises:
+            StoreError: the store has no such key, or the engine is closed.
+        """
+        self._reader.check_fork()
+        self._transfers += 1
+        return self._reader.start(key)
+
+    def finish(self, transfer: Transfer) -> torch.Tensor:
+        """Wait for a weight.
+
+        A transfer that found no room so far takes memory beyond the pool, so that this always returns. A weight written
+        since its transfer was started is read again.
+
+        Returns:
+            A tensor of the weight's shape, stride and dtype that owns its memory, which goes back to the pool with the
+            last reference to it.
+
+        Raises:
+            StoreError: the read failed. The engine stays usable.
+        """
+        reader = self._reader
+        reader.check_fork()
+        if self._closed:
+            raise closed_error(transfer.key)
+        error = None
+        # Before a fork the read went to a thread of the parent; a claimed one found no room so far.
+        if transfer.epoch is not reader.epoch or (not transfer.arrived and reader.claim(transfer)):
+            block = self._take(transfer.nbytes)
+            error = self._fill(transfer, block)
+        else:
+            if not transfer.arrived and transfer.done is not None:
+                begin = time.perf_counter()
+                transfer.done.acquire()
+                self._stalled(transfer.key, begin)
+            error, transfer.error = transfer.error, None
+            block, transfer.block = transfer.block, None
+            if block is None:
+                raise AssertionError(f"{transfer!r} was finished before; start another one")
+            if transfer.version != self.store.version(transfer.key):
+                error = self._fill(transfer, block)
+        if error is not None:
+            del block  # Else the frames of the exception would hold it for as long as the user holds the exception.
+            raise error
+        return _as_tensor(self.store.spec(transfer.key), block.array, transfer.shift)
+
+    def give_up(self, tensors: Iterable[torch.Tensor]) -> None:
+        """The weights are done with: they no longer count against the pool, even if their memory is still in use.
+
+        Tensors that are no weights of this engine are ignored.
+        """
+        reader = self._reader
+        reader.check_fork()
+        for tensor in tensors:
+            reader.arena.give_up(tensor.data_ptr())
+        reader.start_deferred()
+
+    def read(self, key: str) -> torch.Tensor:
+        """The value of a weight now, in memory of its own, not from the pool.
+
+        Raises:
+            StoreError: the read failed, or the engine is closed.
+        """
+        self._reader.check_fork()
+        if self._closed:
+            raise closed_error(key)
+        memory = mmap.mmap(-1, self.store.slab_bytes(key), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        array = np.frombuffer(memory, np.uint8)
+        shift, _ = self.store.read_slab(key, array)
+        return _as_tensor(self.store.spec(key), array, shift)
+
+    def mapped(self, key: str) -> torch.Tensor:
+        """The value of a weight as a tensor that aliases the store; see `map_weight`.
+
+        Raises:
+            StoreError: the weight cannot be read, or the engine is closed.
+        """
+        self._reader.check_fork()
+        if self._closed:
+            raise closed_error(key)
+        return map_weight(self.store, key)
+
+    def write(self, key: str, tensor: torch.Tensor) -> None:
+        """Give a weight a new value, as `weight.copy_(tensor)` would: broadcast and converted.
+
+        Raises:
+            OffloadError: the shape cannot be broadcast to the weight's.
+            StoreError: the disk failed, or the engine is closed.
+        """
+        self._reader.check_fork()
+        if self._closed:
+            raise closed_error(key)
+        spec = self.store.spec(key)
+        with torch.no_grad():
+            if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
+                value = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
+                try:
+                    value.copy_(tensor)
+                except RuntimeError as error:
+                    raise OffloadError(
+                        f"weight {spec}: cannot be given a value of shape {list(tensor.shape)}: {error}"
+                    ) from error
+                tensor = value
+            self.store.write(key, tensor)
+
+    def set_pool(self, nbytes: int) -> None:
+        """Change the bytes that transfers may hold together."""
+        self._reader.check_fork()
+        self._pool_bytes = nbytes
+        self._reader.set_pool(nbytes)
+
+    def stats(self) -> EngineStats:
+        """What was done so far."""
+        self._reader.check_fork()
+        totals, arena = self._reader.totals, self._reader.arena.stats()
+        return EngineStats(
+            transfers=self._transfers,
+            reads=totals.reads,
+            disk_bytes=totals.disk_bytes,
+            cached_bytes=totals.cached_bytes,
+            read_seconds=totals.seconds,
+            stall_ms=math.fsum(self._stalls.values()),
+            stall_ms_by_key=MappingProxyType(dict(self._stalls)),
+            overruns=self._overruns,
+            pool_bytes=self._pool_bytes,
+            peak_pool_bytes=arena.peak_live,
+            touched_bytes=arena.touched_bytes,
+        )
+
+    def measure_link(self) -> tuple[float, float]:
+        """Time a few reads of the store, past the page cache where possible. Takes about 50 ms.
+
+        Returns:
+            Latency of a read in ms, and bytes per ms beyond it.
+
+        Raises:
+            StoreError: the store has no file, or a read failed.
+        """
+        file = max(self.store.files, key=lambda f: f.stat().st_size, default=None)
+        if self._closed or file is None:
+            raise StoreError(f"store {self.uid!r}: expected a file to measure, found none; write the weights first")
+        size = file.stat().st_size
+        large = max(ALIGN, min(_PROBE_BYTES, size // ALIGN * ALIGN))
+        buffer = memoryview(mmap.mmap(-1, large))
+        buffer[:] = bytes(large)
+        places = [int(size * part) // ALIGN * ALIGN for part in (0.0, 0.5, 0.25, 0.75, 0.125, 0.625, 0.375, 0.875)]
+        try:
+            latency = min(file.time_read(buffer[:ALIGN], place) for place in places[:3])
+            rates, begin = [], time.perf_counter()
+            for place in places:
+                seconds = file.time_read(buffer, min(place, size - large))
+                rates.append(large / max(seconds - latency, 1e-6) / 1000)
+                if time.perf_counter() - begin > _PROBE_SECONDS:
+                    break
+        except OSError as error:
+            raise StoreError(f"store {self.uid!r}: {file.path} cannot be read: {error}; check the disk") from error
+        return latency * 1000, median(rates)
+
+    def close(self) -> None:
+        """End the threads, close the store and remove its directory. Calling it again does nothing."""
+        self._closed = True
+        self._finalizer.detach()
+        for thread in self._reader.stop():
+            thread.join()
+        self.store.close()
+
+    def _take(self, nbytes: int) -> Block:
+        arena = self._reader.arena
+        block = arena.take(nbytes)
+        if block is None:
+            self._overruns += 1
+            block = arena.take(nbytes, force=True)
+            assert block is not None, f"a forced block of {nbytes} bytes was refused"
+        return block
+
+    def _fill(self, transfer: Transfer, block: Block) -> StoreError | None:
+        begin = time.perf_counter()
+        error = self._reader.fill(transfer, block)
+        self._stalled(transfer.key, begin)
+        return error
+
+    def _stalled(self, key: str, begin: float) -> None:
+        self._stalls[key] = self._stalls.get(key, 0.0) + (time.perf_counter() - begin) * 1000
+
+
+def _as_tensor(spec: WeightSpec, memory: np.ndarray, shift: int) -> torch.Tensor:
+    storage = torch.from_numpy(memory).untyped_storage()
+    return torch.empty(0, dtype=spec.dtype).set_(storage, shift // spec.dtype.itemsize, spec.shape, spec.stride)

@@ -1,0 +1,55 @@
+"""What the ops do on the device: each asks the engine that its key names. See `passes/ops.py` for the ops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flextensor_fx.passes import ops
+from flextensor_fx.runtime import registry
+from flextensor_fx.runtime.reader import Transfer
+
+
+def fetch(key: str, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Only graphs that no pass has lowered run this: a copy, made while the caller waits."""
+    return registry.engine_of(key).read(key)
+
+
+def prefetch(key: str, device: torch.device, after: Sequence[Tensor]) -> Tensor:
+    token = ops.new_token(device)
+    # The token owns the transfer: when a call fails half-way, its frame drops the token, and the memory comes back.
+    token._transfer = registry.engine_of(key).start(key)  # pyright: ignore[reportAttributeAccessIssue]
+    return token
+
+
+def wait(
+    token: Tensor,
+    key: str,
+    size: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    after: Sequence[Tensor],
+) -> Tensor:
+    transfer: Transfer | None = token.__dict__.pop("_transfer", None)
+    if transfer is None:
+        raise AssertionError(f"wait for {key!r}: its token carries no transfer; a compiler pass has replaced the token")
+    weight = registry.engine_of(key).finish(transfer)
+    if weight.dtype != dtype or weight.shape != torch.Size(size):
+        raise AssertionError(
+            f"wait for {key!r}: compiled for {dtype} {tuple(size)}, the store holds {weight.dtype} {tuple(weight.shape)}"
+        )
+    return weight
+
+
+def offload(weight: Tensor, key: str, after: Sequence[Tensor]) -> Tensor:
+    registry.engine_of(key).give_up((weight,))
+    return ops.new_token(weight.device)
+
+
+# CompositeExplicitAutograd also serves calls without a tensor argument, such as the first prefetch of a graph.
+_library = torch.library.Library(ops.NAMESPACE, "IMPL")
+for _implementation in (fetch, prefetch, wait, offload):
+    _library.impl(_implementation.__name__, _implementation, "CompositeExplicitAutograd")

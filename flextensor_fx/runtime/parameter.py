@@ -1,0 +1,174 @@
+"""The parameter a user sees after offloading: an `nn.Parameter` whose value lives in a store.
+
+It has the shape, dtype, stride and requires_grad of the parameter it stands for, and the compute device. Compiled graphs
+never read it: the backend turns its placeholder into a `fetch`. Eager code that touches it runs on a memory map of the
+store's file, so it gives right numbers slowly, a write through any alias lands in the store, and nothing is loaded whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+
+class ValueSource(Protocol):
+    """What holds the values: the engine."""
+
+    instance: str
+    """Names this very source: never equal for two sources of one process, one after the other included."""
+
+    def mapped(self, key: str) -> Tensor:
+        """The value of weight `key` as a plain tensor that aliases the store: a write to it is a write to the store."""
+        ...
+
+
+_OWN = ("key", "source", "identity", "_handle", "_is_param")
+
+
+class OffloadedParameter(Tensor):
+    """A parameter whose value is in the store of `source` under `key`."""
+
+    key: str
+    source: ValueSource | None
+    identity: tuple[str, str]
+    _handle: Tensor
+
+    # Subclasses without this get every result wrapped into themselves; ours must be plain tensors.
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(
+        cls,
+        key: str,
+        source: ValueSource | None,
+        size: Sequence[int],
+        stride: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        requires_grad: bool,
+        handle: Tensor | None = None,
+    ) -> OffloadedParameter:
+        parameter = Tensor._make_wrapper_subclass(
+            cls, size, strides=stride, dtype=dtype, device=device, requires_grad=requires_grad
+        )
+        parameter.key = key
+        parameter.source = source
+        parameter.identity = (key, "" if source is None else source.instance)
+        # A tensor without elements: what tells a fake copy, made for tracing, from the real parameter.
+        parameter._handle = torch.empty(0, dtype=dtype, device=device) if handle is None else handle
+        parameter._is_param = True
+        return parameter
+
+    @classmethod
+    def of(cls, parameter: Tensor, key: str, source: ValueSource) -> OffloadedParameter:
+        """The stand-in of `parameter`."""
+        with torch.inference_mode(False):
+            new = cls(
+                key,
+                source,
+                parameter.shape,
+                parameter.stride(),
+                parameter.dtype,
+                parameter.device,
+                parameter.requires_grad,
+            )
+        for name, value in vars(parameter).items():  # marks that libraries leave on parameters
+            new.__dict__.setdefault(name, value)
+        return new
+
+    # --- tracing ---------------------------------------------------------------------------------------------------
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[str, str]]:
+        return ["_handle"], self.identity
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: Mapping[str, Tensor], identity: tuple[str, str], size: Sequence[int], stride: Sequence[int]
+    ) -> OffloadedParameter:
+        handle = inner["_handle"]
+        traced = cls(identity[0], None, size, stride, handle.dtype, handle.device, False, handle)
+        traced.identity = identity
+        return traced
+
+    @classmethod
+    def __metadata_guard__(cls, traced: tuple[str, str], current: tuple[str, str]) -> bool:
+        # The key and the plan of its store are in the compiled code: another key or store must not run it.
+        return traced == current
+
+    # --- eager use -------------------------------------------------------------------------------------------------
+    def plain(self) -> Tensor:
+        """The value as a plain tensor that aliases the store (or, while tracing, a fake tensor like it)."""
+        if isinstance(self._handle, FakeTensor):
+            return self._handle.new_empty_strided(self.shape, self.stride())
+        if self.source is None:
+            raise AssertionError(f"{self.key}: a traced stand-in has no value")
+        return self.source.mapped(self.key)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        stands_for: dict[int, OffloadedParameter] = {}
+
+        def value_of(parameter: OffloadedParameter) -> Tensor:
+            value = parameter.plain()
+            stands_for[id(value)] = parameter
+            return value
+
+        args, kwargs = pytree.tree_map_only(OffloadedParameter, value_of, (args, dict(kwargs or {})))
+        result = func(*args, **kwargs)
+        # An in-place op returns its argument: the caller must get its own object back.
+        return pytree.tree_map_only(Tensor, lambda out: stands_for.get(id(out), out), result)
+
+    @property
+    def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.plain()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value.shape != self.shape or value.dtype != self.dtype or value.device != self.device:
+            raise ValueError(
+                f"{self.key}: an offloaded weight keeps its shape, dtype and device: expected {self.dtype} "
+                f"{tuple(self.shape)} on {self.device}, found {value.dtype} {tuple(value.shape)} on {value.device}. "
+                "Call flextensor_fx.release(model) before converting, moving or resizing it (.half(), .to(), .data = ...)."
+            )
+        own = self.plain()
+        if value is not self and value.data_ptr() != own.data_ptr():
+            own.copy_(value.detach())
+
+    def numpy(self, **options: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if self.requires_grad:
+            raise RuntimeError("Can't call numpy() on a Tensor that requires grad. Use tensor.detach().numpy() instead.")
+        return self.plain().numpy(**options)
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.plain().untyped_storage()
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        # Tensor.to returns `self` where nothing changes; Module.to would then swap the parameter with itself, which fails
+        # while compiled code holds a weak reference to it. With a plain tensor it sets `.data`, which changes nothing.
+        return self.plain().to(*args, **kwargs)
+
+    def replaced_by(self, value: Tensor) -> nn.Parameter:
+        """A plain parameter of this one's requires_grad and marks around `value`."""
+        plain = nn.Parameter(value, requires_grad=self.requires_grad)
+        plain.__dict__.update({name: mark for name, mark in vars(self).items() if name not in _OWN})
+        return plain
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = self.replaced_by(self.plain().clone())
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.replaced_by(self.plain()).__reduce_ex__(protocol)
+
+    def __repr__(self, **options: Any) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if isinstance(self._handle, FakeTensor):
+            return f"OffloadedParameter({self.key!r}, {tuple(self.shape)}, {self.dtype})"
+        return f"Parameter containing (offloaded as {self.key!r}):\n{self.plain()!r}"
+

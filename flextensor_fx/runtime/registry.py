@@ -1,0 +1,65 @@
+"""The tables of the process: which engine serves the keys in compiled graphs, and which session a model has.
+
+Compiled code names a weight by a string and nothing else, and its op implementations belong to the process; a backend is
+called with a graph and nothing else. So tables have to lead from the one to the other. They keep nothing alive: engines belong
+to sessions, and a session lives as long as its model.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from flextensor_fx.errors import StoreError
+from flextensor_fx.runtime.engine import Engine
+
+if TYPE_CHECKING:
+    from flextensor_fx.session import Session
+
+sessions: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
+"""The session of each offloaded model; of several modules offloaded together, under each of them."""
+
+_engines: weakref.WeakValueDictionary[str, Engine] = weakref.WeakValueDictionary()
+
+
+def register(engine: Engine) -> None:
+    """Makes `engine` serve the keys "<engine.uid>:..."."""
+    _engines[engine.uid] = engine
+
+
+def unregister(engine: Engine) -> None:
+    """Ends that, if `engine` still serves its keys."""
+    if _engines.get(engine.uid) is engine:
+        del _engines[engine.uid]
+
+
+def free_uid(wanted: str) -> str:
+    """`wanted`, or the first of `wanted-2`, `wanted-3`, ... that no living engine has."""
+    uid, number = wanted, 1
+    while uid in _engines:
+        number += 1
+        uid = f"{wanted}-{number}"
+    return uid
+
+
+def engine_of(key: str) -> Engine:
+    """The engine that serves `key`.
+
+    Raises:
+        StoreError: there is none, or no longer.
+    """
+    uid = key.partition(":")[0]
+    try:
+        return _engines[uid]
+    except KeyError:
+        raise StoreError(
+            f"weight {key!r}: expected the store {uid!r} to be open, found it released (or its model deleted); "
+            "compile the model again"
+        ) from None
+
+
+def living_sessions() -> list[Session]:
+    """Every open session, each once."""
+    return list(dict.fromkeys(sessions.values()))

@@ -1,0 +1,316 @@
+"""One offloaded model: its selection, its plan, its store, and the moves between memory and store.
+
+All state that lasts from one compilation to the next is here, in an object that `release` closes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from .candidates import Candidate, Roots, Slot, find_candidates
+from .config import OffloadConfig
+from .errors import BudgetError, OffloadError
+from .estimate import default_link
+from .passes.schedule import Schedule, format_bytes
+from .planner import Plan, plan
+from .runtime import op_implementations, registry
+from .runtime.engine import Engine
+from .runtime.layout import WeightSpec
+from .runtime.parameter import OffloadedParameter
+from .runtime.session_dir import SessionDir
+from .runtime.store import Store
+from .selection import Selection, select
+from .simulate import Link
+
+__all__ = ["GraphRecord", "Session"]
+
+_PAGE = 4096
+assert op_implementations  # importing it registers the ops
+
+
+@dataclass(frozen=True)
+class GraphRecord:
+    """What became of one compiled graph: its name, its schedule and the seconds that our passes took."""
+
+    name: str
+    schedule: Schedule
+    pass_seconds: float
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a plan is made from: steps that use each weight (by name), ms per step, and the link."""
+
+    steps_of: Mapping[str, tuple[int, ...]]
+    step_ms: Sequence[float]
+    link: Link
+
+
+@dataclass(eq=False)
+class Session:
+    """An offloaded model, from `open` to `close`.
+
+    Fields:
+        roots: held weakly; see `Roots`.
+        selection, candidates: what the patterns chose.
+        plan: for the whole model; None until the first.
+        graphs: one record per compiled graph, in the order compiled.
+    """
+
+    uid: str
+    config: OffloadConfig
+    selection: Selection
+    nbytes: Mapping[str, int]
+    stays: Mapping[str, str]
+    unit_of: Mapping[str, str]
+    costs: Costs
+    plan: Plan
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    engine: Engine | None = None
+    graphs: list[GraphRecord] = field(default_factory=list)
+    _callables: list[weakref.ref[Any]] = field(default_factory=list)
+    _roots: dict[str, weakref.ref[nn.Module]] = field(default_factory=dict)
+    _moved: dict[str, OffloadedParameter] = field(default_factory=dict)
+    _pool_floor: int = 0
+    _page_pool: int = 0
+
+    # --- making one ------------------------------------------------------------------------------------------------
+    @classmethod
+    def open(cls, roots: Roots, config: OffloadConfig, costs: Costs | None, stays: Mapping[str, str]) -> Session:
+        """Selects and plans; moves nothing.
+
+        Args:
+            costs: from a captured graph, by weight name; None plans by the order of the parameters. Weights without steps
+                there are planned behind it, in the model's order.
+            stays: weights that cannot be offloaded for a reason that only the graph knows.
+
+        Raises:
+            SelectionError, PatternError: nothing is selected, or a pattern is malformed.
+            BudgetError: no schedule exists within the budget.
+            OffloadError: the weights lie on several devices, or not on the CPU.
+        """
+        selection = select(roots.tree(), config.include_patterns, config.exclude_patterns)
+        candidates = find_candidates(roots, selection)
+        _require_cpu(candidates)
+        unit_of = {candidate.name: candidate.unit for candidate in candidates}
+        nbytes = {c.name: c.parameter.numel() * c.parameter.element_size() for c in candidates}
+        fixed = {c.name: c.stays for c in candidates if c.stays is not None} | dict(stays)
+        uid = registry.free_uid(_fingerprint(roots, candidates))
+        costs = _complete(costs or Costs({}, (), default_link()), nbytes)
+        session = cls(uid, config, selection, nbytes, fixed, unit_of, costs, _plan(config, costs, nbytes, fixed, 0))
+        session._roots = {prefix: weakref.ref(module) for prefix, module in roots.modules.items()}
+        return session
+
+    @property
+    def roots(self) -> Roots:
+        living = {prefix: ref() for prefix, ref in self._roots.items()}
+        return Roots({prefix: module for prefix, module in living.items() if module is not None})
+
+    @property
+    def pool(self) -> int:
+        """Bytes that the transfers of one graph may hold together."""
+        return self.plan.pool
+
+    @property
+    def streamed(self) -> frozenset[str]:
+        """Names of the weights that live in the store, or will once the first graph is compiled."""
+        return frozenset(self.plan.streamed) | self._moved.keys()
+
+    def key(self, name: str) -> str:
+        """The key of weight `name` in graphs."""
+        return f"{self.uid}:{name}"
+
+    def candidates(self) -> tuple[Candidate, ...]:
+        return find_candidates(self.roots, self.selection)
+
+    def note_callable(self, value: Any) -> None:
+        """Notes what the user compiled, so that a report can be asked for by it."""
+        if value is not None and not self.has_callable(value):
+            self._callables.append(_reference(value))
+
+    def has_callable(self, value: Any) -> bool:
+        return value is not None and any(ref() == value for ref in self._callables)
+
+    # --- planning --------------------------------------------------------------------------------------------------
+    def require_pool(self, least: int) -> None:
+        """Plans again with a pool of at least `least` bytes, which a graph was found to need.
+
+        Raises:
+            BudgetError: the budget cannot hold it beside the weights that must stay.
+        """
+        if least <= self._pool_floor:
+            raise AssertionError(f"a pool of {self._pool_floor} bytes was refused, although only {least} are needed")
+        self._pool_floor = least
+        self.plan = _plan(self.config, self.costs, self.nbytes, self.stays, least, frozenset(self._moved))
+
+    def record(self, graph: GraphRecord) -> None:
+        """Notes a compiled graph, and gives the engine memory for it, in whole pages."""
+        self.graphs.append(graph)
+        self._page_pool = max(self._page_pool, self.pool, _paged_peak(graph.schedule))
+        if self.engine is not None:
+            self.engine.set_pool(self._page_pool)
+
+    # --- moving ----------------------------------------------------------------------------------------------------
+    def commit(self) -> None:
+        """Moves what the plan streams and is still in memory to the store, one weight at a time.
+
+        Raises:
+            StoreError: the disk is full or fails. Weights moved so far stay moved and right; the rest stays in memory.
+        """
+        pending = [c for c in self.candidates() if c.name in self.plan.streamed and _plain_slots(c)]
+        if not pending:
+            return
+        new = [self._weight_spec(c) for c in pending if c.name not in self._moved]
+        if self.engine is None:
+            store = Store.create(
+                SessionDir(self.config.store_dir), new, direct_io=self.config.direct_io
+            )
+            self.engine = Engine(
+                self.uid, store, max(self._page_pool, self.pool), read_threads=self.config.read_threads
+            )
+            registry.register(self.engine)
+        elif new:
+            self.engine.store.add(new)
+        for candidate in pending:
+            self._move(candidate)
+
+    def _weight_spec(self, candidate: Candidate) -> WeightSpec:
+        spec = candidate.spec(self.key(candidate.name))
+        return WeightSpec(spec.key, spec.size, spec.stride, spec.dtype)
+
+    def _move(self, candidate: Candidate) -> None:
+        engine = self.engine
+        assert engine is not None
+        key = self.key(candidate.name)
+        plain = _plain_slots(candidate)
+        engine.write(key, plain[0].parameter.detach())
+        stand_in = self._moved.get(candidate.name)
+        if stand_in is None:
+            stand_in = self._moved[candidate.name] = OffloadedParameter.of(plain[0].parameter, key, engine)
+        alias = engine.mapped(key)
+        for slot in plain:
+            old = slot.parameter
+            slot.put(stand_in)
+            # Whoever else holds the old parameter now holds the stored value: it stays right, and its memory is free.
+            old.data = alias
+
+    def stand_in(self, name: str) -> OffloadedParameter | None:
+        """What the model holds in place of weight `name`; None while that is in memory."""
+        return self._moved.get(name)
+
+    def close(self) -> None:
+        """Brings the weights back as plain parameters, one at a time, and removes the store. Calling it again does nothing.
+
+        Raises:
+            StoreError: a weight cannot be read. Those brought back so far stay; the others and the store are as they were.
+        """
+        engine = self.engine
+        if engine is None:
+            return
+        returned = _ReturnedValues()
+        slots = [slot for slot in self.roots.slots().values() if isinstance(slot.parameter, OffloadedParameter)]
+        for name, stand_in in list(self._moved.items()):
+            value = engine.read(stand_in.key)
+            parameter = stand_in.replaced_by(value)
+            returned.values[stand_in.key] = value
+            for slot in slots:
+                if slot.parameter is stand_in:
+                    slot.put(parameter)
+            stand_in.source = returned  # references that the user kept go on working
+            del self._moved[name]
+        registry.unregister(engine)
+        self.engine = None
+        engine.close()
+
+
+def _reference(value: Any) -> weakref.ref[Any]:
+    return weakref.WeakMethod(value) if hasattr(value, "__self__") else weakref.ref(value)
+
+
+def _plain_slots(candidate: Candidate) -> list[Slot]:
+    return [slot for slot in candidate.slots if not isinstance(slot.parameter, OffloadedParameter)]
+
+
+class _ReturnedValues:
+    """Where the stand-ins of released weights find their values."""
+
+    instance = "released"
+
+    def __init__(self) -> None:
+        self.values: dict[str, Tensor] = {}
+
+    def mapped(self, key: str) -> Tensor:
+        return self.values[key]
+
+
+def _plan(
+    config: OffloadConfig,
+    costs: Costs,
+    nbytes: Mapping[str, int],
+    stays: Mapping[str, str],
+    pool_floor: int,
+    moved: frozenset[str] = frozenset(),
+) -> Plan:
+    uses = [(name, size, costs.steps_of[name]) for name, size in nbytes.items()]
+    budget = config.budget_bytes(sum(nbytes.values()))
+    try:
+        made = plan(
+            uses,
+            costs.step_ms,
+            costs.link,
+            budget,
+            fixed=frozenset(stays),
+            lookahead=config.lookahead,
+            min_stream_bytes=config.min_stream_bytes,
+            least_pool_bytes=pool_floor,
+        )
+    except BudgetError as error:
+        text = f"{error}"
+        if stays:
+            kept = sum(nbytes[name] for name in stays)
+            text += f" Of the selected weights {format_bytes(kept)} cannot be offloaded: " + "; ".join(
+                f"{name}: {why}" for name, why in list(stays.items())[:3]
+            )
+        raise BudgetError(text, error.least) from None
+    if moved - set(made.streamed):  # moved away already: they stay streamed, and their room goes unused
+        made = replace(made, streamed=(*made.streamed, *sorted(moved - set(made.streamed))), resident=made.resident - moved)
+    return made
+
+
+def _complete(costs: Costs, nbytes: Mapping[str, int]) -> Costs:
+    """Gives weights that no graph has used yet a step of their own, behind the others."""
+    steps_of, step_ms = dict(costs.steps_of), list(costs.step_ms)
+    for name, size in nbytes.items():
+        if name not in steps_of:
+            steps_of[name] = (len(step_ms),)
+            step_ms.append(costs.link.copy_ms(size))
+    return Costs(steps_of, step_ms, costs.link)
+
+
+def _fingerprint(roots: Roots, candidates: Sequence[Candidate]) -> str:
+    """The same for the same model in every process, so that a compile cache made by one serves the next."""
+    names = "-".join(type(module).__name__ for module in roots.modules.values())
+    text = "\n".join(f"{c.name} {tuple(c.parameter.shape)} {c.parameter.dtype}" for c in candidates)
+    return f"{names}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def _require_cpu(candidates: Sequence[Candidate]) -> None:
+    for candidate in candidates:
+        if candidate.stays is None and candidate.parameter.device.type != "cpu":
+            raise OffloadError(
+                f"offload: this version streams from disk to RAM: expected weights on the CPU, found {candidate.name} on "
+                f"{candidate.parameter.device}; load its values and move the model to the CPU first"
+            )
+
+
+def _paged_peak(schedule: Schedule) -> int:
+    """The schedule's peak with every weight in whole pages, as the engine allots memory."""
+    rounded = (replace(t, nbytes=-(-t.nbytes // _PAGE) * _PAGE) for t in schedule.transfers)
+    return Schedule(tuple(rounded), schedule.pool, schedule.lookahead).peak_bytes

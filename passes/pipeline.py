@@ -1,0 +1,135 @@
+"""Runs passes over one graph: the only place that lints, recompiles, verifies, times and dumps."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.fx import Graph, GraphModule, Node
+
+from .collect_uses import collect_uses
+from .fetches import FetchSpec, fetch_nodes
+from .insert_transfers import insert_transfers
+from .realized import Realized
+from .schedule import PoolError, Schedule, schedule
+from .verify_graph import verify_graph
+from .verify_schedule import verify_schedule
+
+log = logging.getLogger("flextensor_fx.passes")
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What the transfers of one store must keep to: bytes held together, and transfers ahead (None: as the pool allows)."""
+
+    pool: int
+    lookahead: int | None
+
+
+class PoolTooSmall(Exception):
+    """A graph needs `least` bytes of weights of `store` together, more than its pool has."""
+
+    def __init__(self, store: str, least: int) -> None:
+        super().__init__(f"store {store!r}: a graph needs a pool of at least {least} bytes")
+        self.store = store
+        self.least = least
+
+
+class Pipeline:
+    """Applies passes to `module` one by one.
+
+    Args:
+        module: changed in place.
+        name: of the graph, in dumps and log lines ("forward 0").
+        dump_dir: where numbered before/after texts of every pass go; None writes none.
+    """
+
+    def __init__(self, module: GraphModule, name: str, dump_dir: Path | None = None) -> None:
+        self.module = module
+        self.name = name
+        self.dump_dir = dump_dir
+        self.seconds = 0.0
+        self._number = 0
+
+    def apply(self, rewrite: Callable[[Graph], None], pools: Mapping[str, int] | None = None) -> None:
+        """Runs `rewrite`; then the graph is linted, verified against `pools` (bytes by store) and recompiled.
+
+        Raises:
+            AssertionError: the pass left a broken graph; the message names the pass.
+        """
+        name = getattr(rewrite, "__name__", str(rewrite))
+        start = time.perf_counter()
+        before = _op_counts(self.module.graph)
+        self._dump(name, "before")
+        rewrite(self.module.graph)
+        try:
+            self.module.graph.lint()
+            verify_graph(self.module.graph, pools)
+        except (AssertionError, RuntimeError) as error:
+            raise AssertionError(f"pass {name} on graph {self.name!r} left a broken graph: {error}") from error
+        self.module.recompile()
+        self._dump(name, "after")
+        self._number += 1
+        elapsed = time.perf_counter() - start
+        self.seconds += elapsed
+        log.debug("%s: %s: %s (%.1f ms)", self.name, name, _difference(before, _op_counts(self.module.graph)), elapsed * 1e3)
+
+    def _dump(self, name: str, when: str) -> None:
+        if self.dump_dir is None:
+            return
+        self.dump_dir.mkdir(parents=True, exist_ok=True)
+        file = self.dump_dir / f"{self.name.replace(' ', '_')}.{self._number:02d}.{name}.{when}.py"
+        file.write_text(self.module.print_readable(print_output=False))
+
+
+def lower(pipeline: Pipeline, realized: Realized, limits: Mapping[str, Limit]) -> dict[str, Schedule]:
+    """Turns the fetches of the pipeline's graph into the transfers of a schedule per store.
+
+    Args:
+        realized: says which nodes get a buffer of their own.
+        limits: by store, the part of a key before ":".
+
+    Returns:
+        The schedules that were written into the graph, by store; of stores that the graph fetches from.
+
+    Raises:
+        PoolTooSmall: a store's pool cannot hold what must be live together; the graph is unchanged.
+    """
+    start = time.perf_counter()
+    graph = pipeline.module.graph
+    graph.eliminate_dead_code()
+    fetches: dict[str, dict[Node, FetchSpec]] = {}
+    for node in fetch_nodes(graph):
+        spec = FetchSpec.of(node)
+        fetches.setdefault(spec.key.partition(":")[0], {})[node] = spec
+    uses = {store: collect_uses(graph, realized, weights) for store, weights in fetches.items()}
+    schedules: dict[str, Schedule] = {}
+    for store, used in uses.items():
+        try:
+            made = schedule(used.windows, limits[store].pool, limits[store].lookahead)
+        except PoolError as error:
+            raise PoolTooSmall(store, error.least) from error
+        schedules[store] = verify_schedule(made, used.windows)
+    pipeline.seconds += time.perf_counter() - start
+
+    def insert(graph: Graph) -> None:
+        for store, used in uses.items():
+            insert_transfers(graph, used, schedules[store], realized)
+
+    insert.__name__ = "insert_transfers"
+    if uses:
+        pipeline.apply(insert, {store: limits[store].pool for store in uses})
+    return schedules
+
+
+def _op_counts(graph: Graph) -> Counter[str]:
+    return Counter(str(node.target) if node.op == "call_function" else node.op for node in graph.nodes)
+
+
+def _difference(before: Counter[str], after: Counter[str]) -> str:
+    changed = [f"{op} {before[op]} -> {after[op]}" for op in sorted(before | after) if before[op] != after[op]]
+    return ", ".join(changed) or "no change"

@@ -1,0 +1,49 @@
+"""Replaces the placeholders of streamed weights by fetch nodes.
+
+    def forward(self, w, x):              def forward(self, x):
+        y = linear(x, w)           ->         w = fetch('m:0.weight', [8, 8], [8, 1], float32, cpu)
+                                              y = linear(x, w)
+
+One fetch per weight, right before its first reader and with that reader's module stack. Placeholders of one key (a tied
+weight) become one fetch. A placeholder without readers is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch._guards import detect_fake_mode
+from torch.fx import Graph, Node
+
+from . import ops
+from .fetches import FetchSpec, inherit_metadata
+
+
+def place_fetches(graph: Graph, weights: Mapping[Node, FetchSpec]) -> None:
+    """Rewrites `graph` in place.
+
+    Args:
+        graph: as Dynamo captured it; weights are placeholders.
+        weights: the placeholders to replace.
+    """
+    if not weights:
+        return
+    order = {node: position for position, node in enumerate(graph.nodes)}
+    readers: dict[str, list[Node]] = {}
+    for placeholder, spec in weights.items():
+        readers.setdefault(spec.key, []).extend(placeholder.users)
+    fake_mode = detect_fake_mode([placeholder.meta.get("example_value") for placeholder in weights])
+    fetches: dict[str, Node] = {}
+    for placeholder, spec in weights.items():
+        if spec.key not in fetches and readers[spec.key]:
+            first = min(readers[spec.key], key=order.__getitem__)
+            with graph.inserting_before(first):
+                fetch = graph.call_function(ops.fetch, spec.arguments)
+            inherit_metadata(fetch, first)
+            if fake_mode is not None:
+                with fake_mode:
+                    fetch.meta["example_value"] = ops.fetch(*spec.arguments)
+            fetches[spec.key] = fetch
+        if placeholder.users:
+            placeholder.replace_all_uses_with(fetches[spec.key])
+        graph.erase_node(placeholder)
