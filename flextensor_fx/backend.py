@@ -12,6 +12,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from . import _frames, _sources
+from ._guards import guard_on_stand_ins
 from .candidates import Roots
 from .config import OffloadConfig
 from .errors import SelectionError
@@ -70,8 +71,9 @@ def flextensor(
             next(session for session in sessions if session.uid == error.store).require_pool(error.least)
     else:
         raise AssertionError(f"no pool was found in {_ATTEMPTS} plans for {graph_module.graph!r}")
-    for session in sessions:
-        session.commit()
+    moved = [pair for session in sessions for pair in session.commit()]
+    sources = [node._dynamo_source for node in weights if node in compilation.fetched and hasattr(node, "_dynamo_source")]
+    guard_on_stand_ins({id(old): stand_in for old, stand_in in moved}, sources)
     return compiled
 
 
@@ -184,6 +186,7 @@ class _Compilation:
         self.config = config
         self.weights = weights
         self.sessions = {weight.session.uid: weight.session for weight in weights.values()}
+        self.fetched: set[Node] = set()
 
     def run(self, inputs: Sequence[Any]) -> Callable[..., Any]:
         placeholders = self.module.graph.find_nodes(op="placeholder")
@@ -195,6 +198,7 @@ class _Compilation:
         }
         if not streamed and not any(isinstance(value, OffloadedParameter) for value in inputs):
             return compile_alone(self.module, inputs, self.config)
+        self.fetched.update(streamed)
         graph, copies = _copy_graph(self.module.graph)
         captured = GraphModule(self.module, graph)
         captured.meta.update(self.module.meta)

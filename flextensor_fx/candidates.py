@@ -25,8 +25,10 @@ class Slot:
     name: str
 
     @property
-    def parameter(self) -> torch.Tensor | None:
-        return self.module._parameters.get(self.name)
+    def parameter(self) -> torch.Tensor:
+        parameter = self.module._parameters[self.name]
+        assert parameter is not None
+        return parameter
 
     def put(self, parameter: torch.Tensor) -> None:
         """Holds `parameter` from now on. Not by setattr: modules may watch that, and the parameter is the same to them."""
@@ -51,9 +53,7 @@ class Candidate:
 
     @property
     def parameter(self) -> torch.Tensor:
-        parameter = self.slots[0].parameter
-        assert parameter is not None
-        return parameter
+        return self.slots[0].parameter
 
     def spec(self, key: str) -> FetchSpec:
         """What a fetch of this weight yields."""
@@ -106,7 +106,6 @@ def find_candidates(roots: Roots, selection: Selection) -> tuple[Candidate, ...]
             continue
         seen.add((id(slot.module), slot.name))
         parameter = slot.parameter
-        assert parameter is not None
         identity = _sources.storage_key(parameter)
         if identity not in by_tensor:
             _note_range(parameter, identity, ranges)
@@ -115,7 +114,6 @@ def find_candidates(roots: Roots, selection: Selection) -> tuple[Candidate, ...]
     found = []
     for name in sorted(selection.weights, key={name: place for place, name in enumerate(by_name)}.__getitem__):
         parameter = by_name[name].parameter
-        assert parameter is not None
         identity = _sources.storage_key(parameter)
         unit = selection.unit_of(name)
         assert unit is not None

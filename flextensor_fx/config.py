@@ -129,6 +129,8 @@ class OffloadConfig:
         env = os.environ if env is None else env
         prefix = _config_sources.ENV_PREFIX
         named = {key.removeprefix(prefix): text for key, text in env.items() if key.startswith(prefix)}
+        # Read by the project's own scripts and tests, not fields of a configuration.
+        named = {name: text for name, text in named.items() if name != "VENV" and not name.startswith("TEST_")}
         file = file if file is not None else named.get("CONFIG") or None
         named.pop("CONFIG", None)
         merged: dict[str, Any] = {}

@@ -34,6 +34,9 @@ def compile_inner(module: GraphModule, inputs: Sequence[Any], config: OffloadCon
 
 
 def _eager(module: GraphModule, inputs: Sequence[Any], config: OffloadConfig, lower: Lower) -> Compiled:
+    if torch.is_grad_enabled():
+        # Autograd would save every fetched weight for the backward; only a joint graph can fetch it again instead.
+        return _aot_eager(module, inputs, config, lower)
     lower(module, all_realized, False)
     return module.forward
 

@@ -45,7 +45,7 @@ def offload(model: Model, config: OffloadConfig | Mapping[str, Any]) -> Model:
         raise OffloadError(f"offload: {type(root).__name__} is offloaded already; call flextensor_fx.release(model) first")
     session = Session.open(Roots({"": root}), config, None, {})
     registry.sessions[root] = session
-    session.commit()
+    session.commit(in_place=True)
     return model
 
 

@@ -6,6 +6,7 @@ All state that lasts from one compilation to the next is here, in an object that
 from __future__ import annotations
 
 import hashlib
+import sys
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from .passes.schedule import Schedule, format_bytes
 from .planner import Plan, plan
 from .runtime import op_implementations, registry
 from .runtime.engine import Engine
+from .runtime.in_place import find_in_place
 from .runtime.layout import WeightSpec
 from .runtime.parameter import OffloadedParameter
 from .runtime.session_dir import SessionDir
@@ -158,48 +160,66 @@ class Session:
             self.engine.set_pool(self._page_pool)
 
     # --- moving ----------------------------------------------------------------------------------------------------
-    def commit(self) -> None:
+    def commit(self, in_place: bool = False) -> list[tuple[Tensor, OffloadedParameter]]:
         """Moves what the plan streams and is still in memory to the store, one weight at a time.
+
+        Args:
+            in_place: weights that are unchanged memory maps of a safetensors file are served from that file, without a copy.
+                Not where others may hold the parameters: what they write to their map would not reach the store.
+
+        Returns:
+            (parameter, what the model holds in its place) for each that was moved.
 
         Raises:
             StoreError: the disk is full or fails. Weights moved so far stay moved and right; the rest stays in memory.
         """
         pending = [c for c in self.candidates() if c.name in self.plan.streamed and _plain_slots(c)]
         if not pending:
-            return
-        new = [self._weight_spec(c) for c in pending if c.name not in self._moved]
+            return []
+        files = self._files_of(pending) if in_place else {}
+        new = [self._weight_spec(c) for c in pending if c.name not in self._moved and c.name not in files]
         if self.engine is None:
-            store = Store.create(
-                SessionDir(self.config.store_dir), new, direct_io=self.config.direct_io
-            )
-            self.engine = Engine(
-                self.uid, store, max(self._page_pool, self.pool), read_threads=self.config.read_threads
-            )
+            store = Store.create(SessionDir(self.config.store_dir), new, direct_io=self.config.direct_io)
+            self.engine = Engine(self.uid, store, max(self._page_pool, self.pool), read_threads=self.config.read_threads)
             registry.register(self.engine)
         elif new:
             self.engine.store.add(new)
-        for candidate in pending:
-            self._move(candidate)
+        for path in sorted({path for path, _ in files.values()}):
+            entries = {self.key(name): entry for name, (file, entry) in files.items() if file == path}
+            self.engine.store.attach(path, entries)
+        return [pair for candidate in pending for pair in self._move(candidate, candidate.name in files)]
+
+    def _files_of(self, pending: Sequence[Candidate]) -> dict[str, tuple[str, str]]:
+        unshared = {
+            c.name: c.parameter
+            for c in pending
+            if c.name not in self._moved and c.parameter.is_contiguous() and not _held_elsewhere(c)
+        }
+        return find_in_place(unshared)
 
     def _weight_spec(self, candidate: Candidate) -> WeightSpec:
         spec = candidate.spec(self.key(candidate.name))
         return WeightSpec(spec.key, spec.size, spec.stride, spec.dtype)
 
-    def _move(self, candidate: Candidate) -> None:
+    def _move(self, candidate: Candidate, in_place: bool) -> list[tuple[Tensor, OffloadedParameter]]:
         engine = self.engine
         assert engine is not None
         key = self.key(candidate.name)
-        plain = _plain_slots(candidate)
-        engine.write(key, plain[0].parameter.detach())
+        slots = _plain_slots(candidate)
+        olds = [slot.parameter for slot in slots]
+        if not in_place:
+            engine.write(key, olds[0].detach())
         stand_in = self._moved.get(candidate.name)
         if stand_in is None:
-            stand_in = self._moved[candidate.name] = OffloadedParameter.of(plain[0].parameter, key, engine)
-        alias = engine.mapped(key)
-        for slot in plain:
-            old = slot.parameter
+            stand_in = self._moved[candidate.name] = OffloadedParameter.of(olds[0], key, engine)
+        alias = None if in_place else engine.mapped(key)
+        for slot, old in zip(slots, olds, strict=True):
             slot.put(stand_in)
+            if alias is None:
+                continue
             # Whoever else holds the old parameter now holds the stored value: it stays right, and its memory is free.
             old.data = alias
+        return [(old, stand_in) for old in olds]
 
     def stand_in(self, name: str) -> OffloadedParameter | None:
         """What the model holds in place of weight `name`; None while that is in memory."""
@@ -232,6 +252,13 @@ class Session:
 
 def _reference(value: Any) -> weakref.ref[Any]:
     return weakref.WeakMethod(value) if hasattr(value, "__self__") else weakref.ref(value)
+
+
+def _held_elsewhere(candidate: Candidate) -> bool:
+    """Whether anything but the model's slots refers to the parameter."""
+    ours = len(candidate.slots) + 2  # the local name, and the argument of getrefcount
+    parameter = candidate.parameter
+    return sys.getrefcount(parameter) > ours
 
 
 def _plain_slots(candidate: Candidate) -> list[Slot]:

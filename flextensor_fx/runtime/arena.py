@@ -9,6 +9,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,8 +19,7 @@ _LEAST_REGION = 64 << 20
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """Memory taken from an arena.
 
     Attributes:
@@ -70,6 +70,9 @@ class Arena:
         self._regions: list[_Region] = []
         self._warm = _Extents()
         self._cold = _Extents()
+        # Free blocks not merged yet, by size: a schedule that repeats takes the sizes it returns, and merging costs more.
+        self._loose: dict[int, list[int]] = {}
+        self._loose_bytes = 0
         self._blocks: dict[int, _Ref] = {}
         self._returned: deque[_Ref] = deque()
         self._live = self._given_up = self._peak_live = self._peak_touched = 0
@@ -85,13 +88,22 @@ class Arena:
             self._drain()
             if self._live + size > self._limit and not force:
                 return None
-            start = self._warm.pop_fit(size)
-            if start is None:
-                start = self._take_cold(size)
+            same = self._loose.get(size)
+            if same:
+                start = same.pop()
+                self._loose_bytes -= size
+            else:
+                self._merge()
+                start = self._warm.pop_fit(size)
+                if start is None:
+                    start = self._take_cold(size)
             self._live += size
-            self._peak_live = max(self._peak_live, self._live)
+            if self._live > self._peak_live:
+                self._peak_live = self._live
             self._trim()
-            self._peak_touched = max(self._peak_touched, self._live + self._given_up + self._warm.total)
+            touched = self._touched()
+            if touched > self._peak_touched:
+                self._peak_touched = touched
             region = self._region(start)
             array = np.frombuffer(region.map, np.uint8, size, start - region.start)
             ref = _Ref(array, self._on_gone)
@@ -125,7 +137,7 @@ class Arena:
         """The arena as it is now."""
         with self._lock:
             self._drain()
-            touched = self._live + self._given_up + self._warm.total
+            touched = self._touched()
             return ArenaStats(self._live, self._given_up, touched, self._peak_live, self._peak_touched)
 
     def _on_gone(self, ref: _Ref) -> None:
@@ -143,11 +155,25 @@ class Arena:
                 self._given_up -= ref.size
             else:
                 self._live -= ref.size
-            self._warm.add(ref.start, ref.size)
+            self._loose.setdefault(ref.size, []).append(ref.start)
+            self._loose_bytes += ref.size
         self._trim()
 
+    def _touched(self) -> int:
+        return self._live + self._given_up + self._loose_bytes + self._warm.total
+
+    def _merge(self) -> None:
+        for size, starts in self._loose.items():
+            for start in starts:
+                self._warm.add(start, size)
+        self._loose.clear()
+        self._loose_bytes = 0
+
     def _trim(self) -> None:
-        excess = self._warm.total - max(0, self._limit - self._live)
+        excess = self._loose_bytes + self._warm.total - max(0, self._limit - self._live)
+        if excess <= 0:
+            return
+        self._merge()
         while excess > 0:
             start, size = self._warm.pop_least()
             part = min(size, excess)

@@ -165,3 +165,19 @@ def _spec(key: str, item: dict[str, Any], fact: dict[str, Any] | None) -> Weight
     if math.prod(shape) < 0:
         raise ValueError(f"shape {shape}")
     return WeightSpec(key, shape, contiguous_stride(shape), _DTYPES[item["dtype"]])
+
+
+def entries_by_offset(path: str) -> dict[int, tuple[str, int]]:
+    """The (name, bytes) of each row-major entry of a safetensors file, by the offset of its first byte in the file.
+
+    Raises:
+        OSError: the file cannot be read.
+        StoreError: it is no safetensors file.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        table, _, start = _read_header(path, fd, os.fstat(fd).st_size)
+    finally:
+        os.close(fd)
+    places = ((name, item["data_offsets"]) for name, item in table.items())
+    return {start + begin: (name, end - begin) for name, (begin, end) in places if end > begin}

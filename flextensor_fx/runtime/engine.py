@@ -253,7 +253,9 @@ class Engine:
             rates, begin = [], time.perf_counter()
             for place in places:
                 seconds = file.time_read(buffer, min(place, size - large))
-                rates.append(large / max(seconds - latency, 1e-6) / 1000)
+                # A small file is read in little more than the latency, and the difference says nothing.
+                net = seconds - latency if seconds > 2 * latency else seconds
+                rates.append(large / net / 1000)
                 if time.perf_counter() - begin > _PROBE_SECONDS:
                     break
         except OSError as error:
