@@ -53,15 +53,17 @@ def flextensor(
         OffloadError: (one of its kinds) the options, the patterns or the budget cannot work; nothing has been moved then.
         StoreError: the store cannot be written.
     """
-    config = OffloadConfig.resolve(options)
     if mode is not None:
-        config = OffloadConfig(**{**config.asdict(), "inner_mode": mode})
+        given = options.asdict() if isinstance(options, OffloadConfig) else dict(options or {})
+        options = given | {"inner_mode": mode}
+    config = OffloadConfig.resolve(options)
     if not config.enabled:
         return compile_alone(graph_module, example_inputs, config)
     weights = _find_weights(graph_module, example_inputs, config)
     sessions = list(dict.fromkeys(weight.session for weight in weights.values()))
     for session in sessions:
         session.note_callable(_frames.compiled_callable())
+        config = session.config.overlaid(options, session.uid)
     for _ in range(_ATTEMPTS):
         compilation = _Compilation(graph_module, config, weights)
         try:
@@ -226,7 +228,7 @@ class _Compilation:
             return
         name = self._name("backward" if backward else "forward")
         pipeline = Pipeline(module, name, self._dump_dir)
-        limits = {uid: Limit(session.pool, self.config.lookahead) for uid, session in self.sessions.items()}
+        limits = {uid: Limit(session.pool, session.config.lookahead) for uid, session in self.sessions.items()}
         for uid, schedule in lower(pipeline, realized, limits).items():
             self.sessions[uid].record(GraphRecord(name, schedule, pipeline.seconds))
 

@@ -148,6 +148,28 @@ class OffloadConfig:
                 merged[name] = fields[name].metadata["check"](f"option {name!r} in {origin}", value)
         return cls(**merged)._require_cpu()
 
+    def overlaid(self, options: Mapping[str, Any] | OffloadConfig | None, store: str) -> OffloadConfig:
+        """Return the configuration for compiling a model that was offloaded with this one: `options` for the inner compiler.
+
+        Args:
+            options: as given to the backend; what they leave out is as it is here.
+            store: of the model, for messages.
+
+        Raises:
+            ConfigError: `options` ask for another selection or plan than the model was offloaded with.
+        """
+        if options is None or options == self:
+            return self
+        given = options.asdict() if isinstance(options, OffloadConfig) else dict(options)
+        changed = OffloadConfig(**{**self.asdict(), **given})
+        for name in ("include_patterns", "exclude_patterns", "budget", "device", "lookahead", "min_stream_bytes", "store_dir"):
+            if getattr(changed, name) != getattr(self, name):
+                raise ConfigError(
+                    f"option {name!r}: {store} is offloaded with {getattr(self, name)!r}, found {getattr(changed, name)!r}; "
+                    "leave the option out, or call flextensor_fx.release(model) first"
+                )
+        return changed
+
     def budget_bytes(self, selected_bytes: int) -> int | None:
         """Return the budget in bytes, a share taken of `selected_bytes` and rounded down; None when none is set."""
         assert not isinstance(self.budget, float)  # stored as percent text

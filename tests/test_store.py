@@ -81,7 +81,11 @@ def direct_io(request: pytest.FixtureRequest) -> bool:
 class TestBytes:
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_every_dtype_round_trips(self, tmp_path: Path, dtype: torch.dtype, direct_io: bool):
-        weights = {"u:a": random_weight((7, 5), dtype), "u:b": random_weight((), dtype), "u:c": random_weight((9001,), dtype)}
+        weights = {
+            "u:a": random_weight((7, 5), dtype),
+            "u:b": random_weight((), dtype),
+            "u:c": random_weight((9001,), dtype),
+        }
         store = filled(tmp_path, weights, direct_io=direct_io)
         for drop in (False, True):
             for key, value in weights.items():
@@ -162,7 +166,12 @@ class TestStorable:
             assert word in (check_storable(tensor) or ""), word
 
     def test_what_can_be_stored(self):
-        for value in (torch.tensor(1.0), nn.Parameter(torch.randn(3, 2).t()), torch.randn(4, 4)[2:], torch.ones(2).bool()):
+        for value in (
+            torch.tensor(1.0),
+            nn.Parameter(torch.randn(3, 2).t()),
+            torch.randn(4, 4)[2:],
+            torch.ones(2).bool(),
+        ):
             assert check_storable(value) is None
 
 
@@ -327,7 +336,10 @@ class TestAttach:
         a, b = torch.randn(3000), torch.randn(77, 10).half()
         path = self.file_with(tmp_path, {"a": a, "b": b}, pad)
         store = Store.create(tmp_path, direct_io=direct_io)
-        assert [str(s.dtype) for s in store.attach(path, {"u:a": "a", "u:b": "b"})] == ["torch.float32", "torch.float16"]
+        assert [str(s.dtype) for s in store.attach(path, {"u:a": "a", "u:b": "b"})] == [
+            "torch.float32",
+            "torch.float16",
+        ]
         for drop in (False, True):
             if drop:
                 store.drop_cache()
@@ -533,7 +545,7 @@ class TestSessionDir:
         assert choose_base(None) == a
 
     def test_a_directory_that_cannot_be_used(self, tmp_path: Path):
-        with pytest.raises(StoreError, match="store_dir='.*none'.*no such directory"):
+        with pytest.raises(StoreError, match=r"store_dir='.*none'.*no such directory"):
             SessionDir(tmp_path / "none")
 
 

@@ -65,7 +65,6 @@ class Arena:
 
     def __init__(self, limit: int, on_room: Callable[[], None] = lambda: None) -> None:
         self._limit = limit
-        self._on_room = on_room
         self._lock = threading.Lock()
         self._regions: list[_Region] = []
         self._warm = _Extents()
@@ -74,7 +73,15 @@ class Arena:
         self._loose: dict[int, list[int]] = {}
         self._loose_bytes = 0
         self._blocks: dict[int, _Ref] = {}
-        self._returned: deque[_Ref] = deque()
+        self._returned = returned = deque[_Ref]()
+
+        # May run inside the garbage collector while this very thread holds the lock: no lock, no bookkeeping here. And no
+        # method: the references to blocks would make a cycle with the arena, and its memory would wait for the collector.
+        def on_gone(ref: _Ref) -> None:
+            returned.append(ref)
+            on_room()
+
+        self._on_gone = on_gone
         self._live = self._given_up = self._peak_live = self._peak_touched = 0
 
     def take(self, nbytes: int, *, force: bool = False) -> Block | None:
@@ -139,11 +146,6 @@ class Arena:
             self._drain()
             touched = self._touched()
             return ArenaStats(self._live, self._given_up, touched, self._peak_live, self._peak_touched)
-
-    def _on_gone(self, ref: _Ref) -> None:
-        # May run inside the garbage collector while this very thread holds the lock: no lock, no bookkeeping here.
-        self._returned.append(ref)
-        self._on_room()
 
     def _drain(self) -> None:
         if not self._returned:

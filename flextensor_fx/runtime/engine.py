@@ -135,7 +135,10 @@ class Engine:
         else:
             if not transfer.arrived and transfer.done is not None:
                 begin = time.perf_counter()
-                transfer.done.acquire()
+                # The timeout is for a close on another thread, after which nobody may be left to serve the queue.
+                while not transfer.done.acquire(timeout=1):
+                    if self._closed:
+                        raise closed_error(transfer.key)
                 self._stalled(transfer.key, begin)
             error, transfer.error = transfer.error, None
             block, transfer.block = transfer.block, None
@@ -240,9 +243,12 @@ class Engine:
         Raises:
             StoreError: the store has no file, or a read failed.
         """
-        file = max(self.store.files, key=lambda f: f.stat().st_size, default=None)
-        if self._closed or file is None:
-            raise StoreError(f"store {self.uid!r}: expected a file to measure, found none; write the weights first")
+        files = () if self._closed else self.store.files
+        file = max(files, key=lambda f: f.stat().st_size, default=None)
+        if file is None:
+            raise StoreError(
+                f"store {self.uid!r}: expected a file to measure, found none; write the weights first, and measure before close"
+            )
         size = file.stat().st_size
         large = max(ALIGN, min(_PROBE_BYTES, size // ALIGN * ALIGN))
         buffer = memoryview(mmap.mmap(-1, large))

@@ -97,8 +97,19 @@ class Reader:
         self._threads: list[threading.Thread] = []
         self._queue: SimpleQueue[weakref.ref[Transfer] | str | None] = SimpleQueue()
         self._deferred: deque[weakref.ref[Transfer]] = deque()
-        self.arena = Arena(self._pool_bytes, self._on_room)
-        self.epoch = self._queue
+        queue, deferred = self._queue, self._deferred
+
+        # Closures over the queue, not methods: a cycle through the arena would keep the files of a dropped engine open.
+        def on_room() -> None:
+            if deferred:
+                queue.put(_ROOM)
+
+        def on_dropped(ref: weakref.ref[Transfer]) -> None:
+            queue.put(_ROOM)
+
+        self._on_dropped = on_dropped
+        self.arena = Arena(self._pool_bytes, on_room)
+        self.epoch = queue
 
     def check_fork(self) -> None:
         """After a fork, start afresh: the threads are not there, and their locks may be held for ever."""
@@ -132,7 +143,7 @@ class Reader:
 
     def start_deferred(self) -> None:
         """Start deferred transfers, first come first served, as far as there is room."""
-        if not self._deferred:
+        if not self._deferred or self._closed:
             return
         with self._lock:
             while self._deferred:
@@ -172,12 +183,14 @@ class Reader:
         return None
 
     def stop(self) -> list[threading.Thread]:
-        """Ask the threads to end; what is still queued fails. Calling it again does nothing."""
+        """Ask the threads to end; what is still queued arrives with an error. Calling it again does nothing."""
         self._closed = True
-        threads = self._threads if self._pid == os.getpid() else []
+        if self._pid != os.getpid():
+            return []
+        threads, self._threads = self._threads, []
         for _ in threads:
             self._queue.put(None)
-        self._threads = []
+        self.arena.set_limit(0)  # Free pages go back now, and not when the last reference to this object does.
         return threads
 
     def _enqueue(self, transfer: Transfer, block: Block) -> None:
@@ -217,13 +230,6 @@ class Reader:
         transfer.arrived = True
         transfer.done.release()
 
-    def _on_room(self) -> None:
-        if self._deferred:
-            self._queue.put(_ROOM)
-
-    def _on_dropped(self, ref: weakref.ref[Transfer]) -> None:
-        self._queue.put(_ROOM)
-
 
 def closed_error(key: str) -> StoreError:
     """What any use after close raises."""
@@ -235,9 +241,4 @@ def _serve(reader: Reader, queue: SimpleQueue[weakref.ref[Transfer] | str | None
         if isinstance(item, str):
             reader.start_deferred()
         else:
-            reader.serve_one(item)
-    # Whoever still waits for a read must not wait for ever.
-    while not queue.empty():
-        item = queue.get()
-        if isinstance(item, weakref.ref):
             reader.serve_one(item)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -176,10 +177,8 @@ def _empty(path: Path) -> None:
 
 
 def _quietly_rmdir(path: Path) -> None:
-    try:
+    with contextlib.suppress(OSError):
         path.rmdir()
-    except OSError:
-        pass
 
 
 def _remove(path: Path, fd: int, pid: int) -> None:
