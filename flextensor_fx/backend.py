@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,6 +96,9 @@ def _find_weights(module: GraphModule, inputs: Sequence[Any], config: OffloadCon
     """The placeholders that are weights of a session; opens the session of a model that has none."""
     placeholders = zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True)
     parameters = {node: value for node, value in placeholders if isinstance(value, nn.Parameter)}
+    owners = _owners()
+    for session in dict.fromkeys(owners[id(p)][0] for p in parameters.values() if id(p) in owners):
+        session.refresh()
     owners = _owners()
     strangers = {
         node: p for node, p in parameters.items() if id(p) not in owners and not isinstance(p, OffloadedParameter)
@@ -206,13 +210,8 @@ class _Compilation:
         captured.meta.update(self.module.meta)
         pipeline = Pipeline(captured, self._name("captured"), self._dump_dir)
         specs = {copies[node]: _spec(weight) for node, weight in streamed.items()}
-
-        def place(graph: Graph) -> None:
-            place_fetches(graph, specs)
-
-        place.__name__ = "place_fetches"
         if specs:
-            pipeline.apply(place)
+            pipeline.apply(partial(place_fetches, weights=specs))
         kept = [place for place, node in enumerate(placeholders) if node not in streamed]
         # An offloaded weight that is no fetch (the graph changes it) comes in as a tensor over the store's file.
         examples = [v.plain() if isinstance(v := inputs[place], OffloadedParameter) else v for place in kept]

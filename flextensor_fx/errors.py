@@ -35,5 +35,9 @@ class GradientError(OffloadError, RuntimeError):
     """A gradient was asked for that a streamed weight cannot receive."""
 
 
+class ReportError(OffloadError):
+    """A report file that cannot be read or written."""
+
+
 class StoreError(RuntimeError):
     """A weight could not be written to, or read from, its store."""

@@ -11,8 +11,10 @@ from torch.fx import Graph, GraphModule
 
 from .config import OffloadConfig
 from .errors import ConfigError
+from .passes.hoist_transfers import hoist_transfers
 from .passes.realized import Realized, all_realized, aten_realized
 from .passes.tag_recompute import tag_recompute
+from .passes.verify_graph import verify_graph
 
 Lower = Callable[[GraphModule, Realized, bool], None]
 """Lowers the fetches of a graph in place; the flag says that it is a backward graph."""
@@ -116,23 +118,29 @@ def _inductor_options(config: OffloadConfig) -> dict[str, Any]:
     from torch._inductor import config as inductor_config
 
     options = _user_options(config)
-    first = options.get("joint_custom_pre_pass", inductor_config.joint_custom_pre_pass)
-    options["joint_custom_pre_pass"] = _tagging_pass(first)
+    for name, own in (("joint_custom_pre_pass", tag_recompute), ("post_grad_custom_post_pass", hoist_and_verify)):
+        options[name] = _followed_by(options.get(name, getattr(inductor_config, name)), own)
     return options
 
 
-def _tagging_pass(first: Any) -> Any:
-    """An Inductor pass that runs `first` and then `tag_recompute`, known to Inductor's cache by a name."""
+def hoist_and_verify(graph: Graph) -> None:
+    """Undoes what Inductor's passes did to the places of transfers, and checks that they left the edges alone."""
+    hoist_transfers(graph)
+    verify_graph(graph)
+
+
+def _followed_by(first: Any, own: Callable[[Graph], None]) -> Any:
+    """An Inductor pass that runs the user's pass or passes `first` and then `own`, known to Inductor's cache by a name."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    class TagRecompute(CustomGraphPass):
+    class Followed(CustomGraphPass):
         def __call__(self, graph: Graph) -> None:
             for one in first if isinstance(first, (list, tuple)) else [first] if first is not None else []:
                 one(graph)
-            tag_recompute(graph)
+            own(graph)
 
         def uuid(self) -> Any:
             theirs = first.uuid() if isinstance(first, CustomGraphPass) else repr(first)
-            return f"flextensor_fx.tag_recompute.1:{theirs}"
+            return f"flextensor_fx.{own.__name__}.1:{theirs}"
 
-    return TagRecompute()
+    return Followed()

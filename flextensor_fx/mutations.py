@@ -8,12 +8,8 @@ from collections.abc import Iterable
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
-# Calls whose result shares memory with their argument, so that a change of the result is a change of the weight.
-_ALIASING = frozenset(
-    "t T mT H view view_as reshape reshape_as transpose permute unsqueeze squeeze flatten unflatten expand expand_as narrow chunk "
-    "split unbind getitem getattr swapaxes swapdims movedim select slice as_strided detach alias contiguous to float half "
-    "bfloat16 double type diagonal real imag data ravel unfold tensor_split hsplit vsplit".split()
-)
+from .passes.aliasing import ALIASING_NAMES
+
 _IN_PLACE_FUNCTIONS = frozenset((operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv))
 
 
@@ -29,7 +25,7 @@ def _is_mutated(placeholder: Node) -> bool:
         for user in alias.users:
             if _writes_to(user, alias):
                 return True
-            if user not in aliases and _name(user) in _ALIASING:
+            if user not in aliases and _name(user) in ALIASING_NAMES:
                 aliases.add(user)
                 pending.append(user)
     return False

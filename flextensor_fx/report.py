@@ -1,18 +1,22 @@
-"""What was offloaded, and how it went: a value that prints."""
+"""What was offloaded, and how it went: a value that prints, and that can be saved as JSON, as a page and as a trace."""
 
 from __future__ import annotations
 
+import os
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from .errors import OffloadError
-from .offloading import find_sessions
-from .passes.schedule import Schedule, format_bytes, format_table
+from .errors import ReportError
+from .passes.schedule import Schedule, format_bytes, format_table, least_pool, schedule, windows_of
 from .planner import Plan
+from .recording import one_session
 from .runtime.engine import EngineStats
 from .selection import Selection
 from .session import GraphRecord, Session
+from .timeline import START, Provenance, Timeline, predicted_timeline
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ class Report:
         units: one line each.
         graphs: the compiled graphs with their schedules.
         stats: of the engine; None while nothing is streamed.
+        timelines: of one call, what the plan predicts first, then what was measured, if anything was.
     """
 
     store: str
@@ -47,6 +52,7 @@ class Report:
     units: tuple[UnitReport, ...]
     graphs: tuple[GraphRecord, ...]
     stats: EngineStats | None
+    timelines: tuple[Timeline, ...] = ()
 
     @property
     def budget(self) -> int | None:
@@ -67,6 +73,75 @@ class Report:
         """
         return self.resident_bytes + max((graph.schedule.peak_bytes for graph in self.graphs), default=self.plan.pool)
 
+    def timeline(self, provenance: Provenance) -> Timeline | None:
+        """The last one that was "predicted" or "measured"; None if there is none."""
+        return next((found for found in reversed(self.timelines) if found.provenance == provenance), None)
+
+    def to_json(self) -> str:
+        """The whole report as a JSON text, which `from_json` reads."""
+        from .report_json import report_to_json
+
+        return report_to_json(self)
+
+    @staticmethod
+    def from_json(text: str | bytes, who: str = "report") -> Report:
+        """The report that `to_json` wrote.
+
+        Args:
+            who: where the text is from, for messages.
+
+        Raises:
+            ReportError: the text is no JSON, no report, of a newer version, or damaged.
+        """
+        from .report_json import report_from_json
+
+        return report_from_json(text, who)
+
+    def save(self, file: str | os.PathLike[str]) -> None:
+        """Writes the report, in the form that the name asks for.
+
+        1. `.html`: one page that needs nothing else, with the timelines and the tables.
+        2. `.perfetto.json` or `.trace.json`: trace events, for ui.perfetto.dev and chrome://tracing.
+        3. any other `.json`: the report itself, for `Report.load`.
+
+        Raises:
+            ReportError: another suffix, or the file cannot be written.
+        """
+        path = Path(file)
+        name = path.name.lower()
+        if name.endswith(".html"):
+            from .report_html import report_to_html
+
+            text = report_to_html(self)
+        elif name.endswith((".perfetto.json", ".trace.json")):
+            from .report_trace import report_to_trace
+
+            text = report_to_trace(self)
+        elif name.endswith(".json"):
+            text = self.to_json()
+        else:
+            raise ReportError(
+                f"report file {str(path)!r}: expected a name that ends in .html, .perfetto.json or .json, found {path.suffix!r}"
+            )
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ReportError(f"report file {str(path)!r}: cannot be written: {error.strerror or error}") from error
+
+    @staticmethod
+    def load(file: str | os.PathLike[str]) -> Report:
+        """The report that `save` wrote as `.json`.
+
+        Raises:
+            ReportError: the file cannot be read, or does not hold a report of this version.
+        """
+        path = Path(file)
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise ReportError(f"report file {str(path)!r}: cannot be read: {error.strerror or error}") from error
+        return Report.from_json(data, f"report file {str(path)!r}")
+
     def __str__(self) -> str:
         return "\n\n".join(part for part in (self._head(), self._units(), self._patterns(), self._stays()) if part)
 
@@ -82,8 +157,14 @@ class Report:
             f"  resident    {format_bytes(self.resident_bytes)}",
             f"  streamed    {format_bytes(streamed)} through a pool of {format_bytes(plan.pool)}",
             f"  peak        {format_bytes(self.peak_bytes)}",
-            f"  predicted   {plan.predicted_ms:.1f} ms a call, {plan.predicted_stall_ms:.1f} ms of it stalled (estimated costs)",
+            f"  predicted   {plan.predicted_ms:.1f} ms a call, {plan.predicted_stall_ms:.1f} ms of it stalled "
+            f"({self._source})",
         ]
+        measured = self.timeline("measured")
+        if measured is not None:
+            lines.append(
+                f"  measured    {measured.total_ms:.1f} ms a call, {measured.stall_ms:.1f} ms of it stalled ({measured.source})"
+            )
         for graph in self.graphs:
             lines.append(f"  graph       {graph.name}: {len(graph.schedule.transfers)} transfers, "
                          f"peak {format_bytes(graph.schedule.peak_bytes)}, passes {graph.pass_seconds * 1e3:.0f} ms")
@@ -95,6 +176,11 @@ class Report:
                 f"{stats.overruns} times beyond the pool"
             )
         return "\n".join(lines)
+
+    @property
+    def _source(self) -> str:
+        predicted = self.timeline("predicted")
+        return "estimated costs" if predicted is None else predicted.source
 
     def _units(self) -> str:
         rows = [
@@ -113,31 +199,26 @@ class Report:
         return "\n".join(f"stays resident: {name}: {reason}" for name, reason in self.stays)
 
 
-def report(compiled: Any) -> Report:
+def report(compiled: Any, measured: Timeline | Iterable[Timeline] = ()) -> Report:
     """The report of an offloaded model.
 
     Args:
         compiled: the model, its compiled wrapper, or a compiled function.
+        measured: timelines of calls that `record_call` recorded, to stand beside the predicted one.
 
     Raises:
         OffloadError: it is not offloaded (a compiled model is from its first call on), or uses several offloaded models.
     """
-    sessions = find_sessions(compiled)
-    if len(sessions) != 1:
-        what = getattr(compiled, "__name__", type(compiled).__name__)
-        found = "none" if not sessions else ", ".join(session.uid for session in sessions)
-        raise OffloadError(
-            f"report: expected {what} to belong to one offloaded model, found {found}; "
-            + ("call the compiled model once first" if not sessions else "ask for the report of each model")
-        )
-    return _report(sessions[0])
+    session = one_session(compiled, "report")
+    return _report(session, (measured,) if isinstance(measured, Timeline) else tuple(measured))
 
 
-def _report(session: Session) -> Report:
+def _report(session: Session, measured: tuple[Timeline, ...]) -> Report:
     stats = session.engine.stats() if session.engine is not None else None
     stalls: Counter[str] = Counter()
-    for key, ms in (stats.stall_ms_by_key if stats is not None else {}).items():
-        stalls[session.unit_of[key.partition(":")[2]]] += ms  # pyright: ignore[reportArgumentType]
+    stalls_of = stats.stall_ms_by_key if stats is not None else {}
+    for name, parameter in session.moved.items():
+        stalls[session.unit_of[name]] += stalls_of.get(parameter.key, 0.0)  # pyright: ignore[reportArgumentType]
     units = tuple(
         UnitReport(
             unit.path,
@@ -149,7 +230,42 @@ def _report(session: Session) -> Report:
         for unit in session.selection.units
     )
     return Report(
-        session.uid, session.selection, session.plan, tuple(session.stays.items()), units, tuple(session.graphs), stats
+        session.uid,
+        session.selection,
+        session.plan,
+        tuple(session.stays.items()),
+        units,
+        tuple(session.graphs),
+        stats,
+        (_predicted(session), *measured),
+    )
+
+
+def _predicted(session: Session) -> Timeline:
+    """The call that the plan was chosen for: weights and their units, in the steps of the captured graph."""
+    costs, made = session.costs, session.plan
+    streamed = session.streamed
+    uses = [(name, nbytes, costs.steps_of[name]) for name, nbytes in session.nbytes.items() if name in streamed]
+    windows = windows_of(uses)
+    moves = schedule(windows, max(made.pool, least_pool(windows)), made.lookahead)
+    label_of: dict[int, str] = {}
+    for name in session.nbytes:
+        for step in costs.steps_of[name]:
+            label_of.setdefault(step, session.unit_of[name] or "(root)")
+    labels, label = [], START
+    for step in range(len(costs.step_ms)):  # a step that uses no selected weight belongs to the unit before it
+        label = label_of.get(step, label)
+        labels.append(label)
+    provenance = costs.link.provenance
+    return predicted_timeline(
+        moves,
+        costs.step_ms,
+        costs.link,
+        labels,
+        sum(session.nbytes.values()) - sum(nbytes for _, nbytes, _ in uses),
+        made.budget,
+        unit_of={name: session.unit_of[name] or "(root)" for name, _, _ in uses},
+        source="estimated costs" if provenance == "estimated" else f"costs {provenance}",
     )
 
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .candidates import Candidate, Roots, Slot, find_candidates
+from ._sources import storage_key
+from .candidates import Candidate, Roots, find_candidates
 from .config import OffloadConfig
 from .errors import BudgetError, OffloadError
 from .estimate import default_link
@@ -80,6 +81,9 @@ class Session:
     _callables: list[weakref.ref[Any]] = field(default_factory=list)
     _roots: dict[str, weakref.ref[nn.Module]] = field(default_factory=dict)
     _moved: dict[str, OffloadedParameter] = field(default_factory=dict)
+    _stand_ins: weakref.WeakValueDictionary[str, OffloadedParameter] = field(default_factory=weakref.WeakValueDictionary)
+    _stays_by_graph: Mapping[str, str] = field(default_factory=dict)
+    _signature: object = None
     _pool_floor: int = 0
     _page_pool: int = 0
 
@@ -101,14 +105,43 @@ class Session:
         selection = select(roots.tree(), config.include_patterns, config.exclude_patterns)
         candidates = find_candidates(roots, selection)
         _require_cpu(candidates)
-        unit_of = {candidate.name: candidate.unit for candidate in candidates}
-        nbytes = {c.name: c.parameter.numel() * c.parameter.element_size() for c in candidates}
-        fixed = {c.name: c.stays for c in candidates if c.stays is not None} | dict(stays)
+        unit_of, nbytes, fixed = _facts(candidates, stays)
         uid = registry.free_uid(_fingerprint(roots, candidates))
         costs = _complete(costs or Costs({}, (), default_link()), nbytes)
         session = cls(uid, config, selection, nbytes, fixed, unit_of, costs, _plan(config, costs, nbytes, fixed, 0))
         session._roots = {prefix: weakref.ref(module) for prefix, module in roots.modules.items()}
+        session._stays_by_graph = dict(stays)
+        session._signature = _signature(roots)
         return session
+
+    def refresh(self) -> None:
+        """Takes up what the user has changed in the model since: parameters replaced, and modules put in, out or elsewhere.
+
+        A replaced parameter is a new weight with a key of its own: whoever kept the old one still reads the old value, and may
+        put it back. Selects and plans again if the model's names, shapes, dtypes or ties are no longer the same.
+
+        Raises:
+            SelectionError, BudgetError, OffloadError: as `open`; the session is as it was then.
+        """
+        roots = self.roots
+        held = {name: slot.parameter for name, slot in roots.slots().items()}
+        moved = {
+            name: parameter
+            for name, parameter in held.items()
+            if isinstance(parameter, OffloadedParameter) and self._stand_ins.get(parameter.key) is parameter
+        }
+        signature = _signature(roots)
+        if signature != self._signature:
+            selection = select(roots.tree(), self.config.include_patterns, self.config.exclude_patterns)
+            candidates = find_candidates(roots, selection)
+            _require_cpu(candidates)
+            unit_of, nbytes, stays = _facts(candidates, self._stays_by_graph)
+            costs = _complete(self.costs, nbytes)
+            known = frozenset(moved.keys() & nbytes.keys())
+            self.plan = _plan(self.config, costs, nbytes, stays, self._pool_floor, known)
+            self.selection, self.costs, self.unit_of, self.nbytes, self.stays = selection, costs, unit_of, nbytes, stays
+            self._signature = signature
+        self._moved = {name: parameter for name, parameter in moved.items() if name in self.nbytes}
 
     @property
     def roots(self) -> Roots:
@@ -125,9 +158,21 @@ class Session:
         """Names of the weights that live in the store, or will once the first graph is compiled."""
         return frozenset(self.plan.streamed) | self._moved.keys()
 
+    @property
+    def moved(self) -> Mapping[str, OffloadedParameter]:
+        """By name of each weight in the store: what the model holds in its place."""
+        return self._moved
+
     def key(self, name: str) -> str:
-        """The key of weight `name` in graphs."""
-        return f"{self.uid}:{name}"
+        """The key of weight `name` in graphs; of one that is still in memory, the key that it will have."""
+        if name in self._moved:
+            return self._moved[name].key
+        wanted = key = f"{self.uid}:{name}"
+        number = 1
+        while self.engine is not None and key in self.engine.store:  # taken by a parameter that this one has replaced
+            number += 1
+            key = f"{wanted}#{number}"
+        return key
 
     def candidates(self) -> tuple[Candidate, ...]:
         return find_candidates(self.roots, self.selection)
@@ -173,11 +218,15 @@ class Session:
         Raises:
             StoreError: the disk is full or fails. Weights moved so far stay moved and right; the rest stays in memory.
         """
-        pending = [c for c in self.candidates() if c.name in self.plan.streamed and _plain_slots(c)]
+        pending = [
+            c for c in self.candidates() if c.name in self.streamed and not isinstance(c.parameter, OffloadedParameter)
+        ]
         if not pending:
             return []
         files = self._files_of(pending) if in_place else {}
-        new = [self._weight_spec(c) for c in pending if c.name not in self._moved and c.name not in files]
+        keys = {c.name: self.key(c.name) for c in pending}  # as the graph has them: the store is still without them
+        specs = [c.spec(keys[c.name]) for c in pending if c.name not in files]
+        new = [WeightSpec(spec.key, spec.size, spec.stride, spec.dtype) for spec in specs]
         if self.engine is None:
             store = Store.create(SessionDir(self.config.store_dir), new, direct_io=self.config.direct_io)
             self.engine = Engine(self.uid, store, max(self._page_pool, self.pool), read_threads=self.config.read_threads)
@@ -185,45 +234,30 @@ class Session:
         elif new:
             self.engine.store.add(new)
         for path in sorted({path for path, _ in files.values()}):
-            entries = {self.key(name): entry for name, (file, entry) in files.items() if file == path}
+            entries = {keys[name]: entry for name, (file, entry) in files.items() if file == path}
             self.engine.store.attach(path, entries)
-        return [pair for candidate in pending for pair in self._move(candidate, candidate.name in files)]
+        return [pair for c in pending for pair in self._move(c, keys[c.name], self.engine, c.name in files)]
 
     def _files_of(self, pending: Sequence[Candidate]) -> dict[str, tuple[str, str]]:
-        unshared = {
-            c.name: c.parameter
-            for c in pending
-            if c.name not in self._moved and c.parameter.is_contiguous() and not _held_elsewhere(c)
-        }
+        unshared = {c.name: c.parameter for c in pending if c.parameter.is_contiguous() and not _held_elsewhere(c)}
         return find_in_place(unshared)
 
-    def _weight_spec(self, candidate: Candidate) -> WeightSpec:
-        spec = candidate.spec(self.key(candidate.name))
-        return WeightSpec(spec.key, spec.size, spec.stride, spec.dtype)
-
-    def _move(self, candidate: Candidate, in_place: bool) -> list[tuple[Tensor, OffloadedParameter]]:
-        engine = self.engine
-        assert engine is not None
-        key = self.key(candidate.name)
-        slots = _plain_slots(candidate)
-        olds = [slot.parameter for slot in slots]
+    def _move(
+        self, candidate: Candidate, key: str, engine: Engine, in_place: bool
+    ) -> list[tuple[Tensor, OffloadedParameter]]:
+        olds = [slot.parameter for slot in candidate.slots]
         if not in_place:
             engine.write(key, olds[0].detach())
-        stand_in = self._moved.get(candidate.name)
-        if stand_in is None:
-            stand_in = self._moved[candidate.name] = OffloadedParameter.of(olds[0], key, engine)
+        stand_in = OffloadedParameter.of(olds[0], key, engine)
+        self._moved[candidate.name] = self._stand_ins[key] = stand_in
         alias = None if in_place else engine.mapped(key)
-        for slot, old in zip(slots, olds, strict=True):
+        for slot, old in zip(candidate.slots, olds, strict=True):
             slot.put(stand_in)
             if alias is None:
                 continue
             # Whoever else holds the old parameter now holds the stored value: it stays right, and its memory is free.
             old.data = alias
         return [(old, stand_in) for old in olds]
-
-    def stand_in(self, name: str) -> OffloadedParameter | None:
-        """What the model holds in place of weight `name`; None while that is in memory."""
-        return self._moved.get(name)
 
     def close(self) -> None:
         """Brings the weights back as plain parameters, one at a time, and removes the store. Calling it again does nothing.
@@ -236,15 +270,16 @@ class Session:
             return
         returned = _ReturnedValues()
         slots = [slot for slot in self.roots.slots().values() if isinstance(slot.parameter, OffloadedParameter)]
-        for name, stand_in in list(self._moved.items()):
-            value = engine.read(stand_in.key)
+        for key, stand_in in list(self._stand_ins.items()):
+            value = engine.read(key)
             parameter = stand_in.replaced_by(value)
-            returned.values[stand_in.key] = value
+            returned.values[key] = value
             for slot in slots:
                 if slot.parameter is stand_in:
                     slot.put(parameter)
             stand_in.source = returned  # references that the user kept go on working
-            del self._moved[name]
+            del self._stand_ins[key]
+        self._moved = {}
         registry.unregister(engine)
         self.engine = None
         engine.close()
@@ -261,8 +296,24 @@ def _held_elsewhere(candidate: Candidate) -> bool:
     return sys.getrefcount(parameter) > ours
 
 
-def _plain_slots(candidate: Candidate) -> list[Slot]:
-    return [slot for slot in candidate.slots if not isinstance(slot.parameter, OffloadedParameter)]
+def _facts(
+    candidates: Sequence[Candidate], stays: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, int], dict[str, str]]:
+    """By name of each selected weight: its unit, its bytes, and why it stays resident if it must."""
+    unit_of = {c.name: c.unit for c in candidates}
+    nbytes = {c.name: c.parameter.numel() * c.parameter.element_size() for c in candidates}
+    fixed = {c.name: c.stays for c in candidates if c.stays is not None}
+    return unit_of, nbytes, fixed | {name: why for name, why in stays.items() if name in nbytes}
+
+
+def _signature(roots: Roots) -> object:
+    """What a selection and a plan hang on: names, shapes, dtypes and ties; not the tensors themselves."""
+    first: dict[object, str] = {}
+    return tuple(
+        (name, p.shape, p.dtype, p.device, first.setdefault(storage_key(p), name))
+        for name, slot in roots.slots().items()
+        for p in [slot.parameter]
+    )
 
 
 class _ReturnedValues:

@@ -1,28 +1,27 @@
 """Where each fetched weight is used, in numbers that the planner can read.
 
 The nodes that consume fetched weights, in graph order, are the compute steps 0..n-1. Work on one weight alone (views, casts)
-belongs to the weight, not to a step: it moves with the wait. A consumer that the compiler may fuse into later kernels reads
-its weight until the first realized node behind it has run, so its use ends ("closes") there.
+belongs to the weight, not to a step: it moves with the wait.
+
+A consumer that the compiler may fuse into later kernels reads its weight until one of them has run, so its use ends
+("closes") at a later node: follow its only user until a node is realized. Where the way forks, the node there closes the use:
+the order edge to it makes the compiler write it out, for else each branch could read the weight again, at any later time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
+from .aliasing import ALIASING_NAMES, may_alias
 from .fetches import FetchSpec, fetch_nodes
+from .metadata import is_tensor, value_of
 from .realized import Realized
-from .schedule import Window, windows_of
-
-# Captured graphs speak of torch functions; only these are known to draw no random number and to mutate nothing.
-_WEIGHT_WORK = frozenset(
-    "t T mT view reshape transpose permute to float half bfloat16 double type contiguous unsqueeze squeeze flatten detach "
-    "narrow chunk split unbind getitem getattr swapaxes movedim unflatten".split()
-)
+from .schedule import Window, format_table, windows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +30,14 @@ class Consumer:
 
     Fields:
         node: the node; it runs in step `step`.
-        closed_by: the realized node after which the weight is no longer read, None for the end of the graph.
-        closes: the last step that begins before `closed_by` has run.
+        closed_by: tensors; when all of them have been computed the weight is no longer read. Empty where nothing says so before
+            the end of the graph.
+        closes: the last step that begins before that.
     """
 
     node: Node
     step: int
-    closed_by: Node | None
+    closed_by: tuple[Node, ...]
     closes: int
 
 
@@ -81,6 +81,15 @@ class Uses:
             stays.append(Window(w.key, w.nbytes, w.first_use, last))
         return tuple(sorted((w for stays in merged.values() for w in stays), key=lambda w: w.first_use))
 
+    def __str__(self) -> str:
+        rows = [
+            (use.spec.key, c.node.name, str(c.step), ", ".join(node.name for node in c.closed_by) or "the end", str(c.closes))
+            for use in self.fetches
+            for c in use.consumers
+        ]
+        title = f"Uses: {len(self.fetches)} weights, {len(self.steps)} steps"
+        return title + "\n" + format_table(("key", "consumer", "step", "closed by", "closes"), rows, left=2)
+
 
 def collect_uses(graph: Graph, realized: Realized, weights: Mapping[Node, FetchSpec] | None = None) -> Uses:
     """The uses of every fetch in `graph`. Reads only; linear in nodes.
@@ -88,26 +97,38 @@ def collect_uses(graph: Graph, realized: Realized, weights: Mapping[Node, FetchS
     Args:
         graph: with fetch nodes.
         realized: says which nodes get a buffer of their own; see `realized.py`.
-        weights: nodes to treat as fetches instead: placeholders that may become fetches.
+        weights: the fetches to look at, or nodes to treat as fetches: placeholders that may become some. None: all fetches.
     """
     if weights is None:
         weights = {fetch: FetchSpec.of(fetch) for fetch in fetch_nodes(graph)}
     fetched = [(fetch, *_follow(fetch, realized)) for fetch in weights]
-    consumers = {node for _, _, nodes in fetched for node in nodes}
     position = {node: place for place, node in enumerate(graph.nodes)}
-    steps = tuple(sorted(consumers, key=position.__getitem__))
-    closing = _closing_nodes(graph, realized, position)
-    begun = _steps_begun(graph, consumers)
-    by_node = {
-        node: Consumer(node, step, end := closing[node], len(steps) - 1 if end is None else begun[end])
-        for step, node in enumerate(steps)
-    }
+    steps = tuple(sorted({node for _, _, nodes in fetched for node in nodes}, key=position.__getitem__))
+    closing = _closing_nodes(graph, realized)
+    begun = _steps_begun(graph, steps)
+    by_node: dict[Node, Consumer] = {}
+    for step, node in enumerate(steps):
+        last = max(closing[node], key=position.__getitem__, default=None)
+        by_node[node] = Consumer(node, step, closing[node], len(steps) - 1 if last is None else begun[last])
     uses = (
         FetchUse(fetch, weights[fetch], work, tuple(sorted((by_node[n] for n in nodes), key=lambda c: c.step)))
         for fetch, work, nodes in fetched
         if nodes
     )
     return Uses(tuple(uses), steps)
+
+
+def is_weight_work(node: Node) -> bool:
+    """Whether `node` may be run anywhere behind its arguments: it draws no random number and mutates nothing."""
+    target = node.target
+    if isinstance(target, OpOverload):
+        return (
+            target.namespace in ("aten", "prims")
+            and torch.Tag.nondeterministic_seeded not in target.tags
+            and not target._schema.is_mutable
+        )
+    name = target if node.op == "call_method" else getattr(target, "__name__", "")
+    return node.op in ("call_function", "call_method") and name in ALIASING_NAMES
 
 
 def _follow(fetch: Node, realized: Realized) -> tuple[tuple[Node, ...], set[Node]]:
@@ -118,8 +139,8 @@ def _follow(fetch: Node, realized: Realized) -> tuple[tuple[Node, ...], set[Node
         for user in pending.pop().users:
             if user in own:
                 continue
-            tensors = {node for node in user.all_input_nodes if _is_tensor(node)}
-            if _is_weight_work(user) and not realized(user) and tensors <= own:
+            inputs = {node for node in user.all_input_nodes if not _is_number(node)}
+            if is_weight_work(user) and not realized(user) and inputs <= own:
                 own.add(user)
                 work.append(user)
                 pending.append(user)
@@ -129,41 +150,26 @@ def _follow(fetch: Node, realized: Realized) -> tuple[tuple[Node, ...], set[Node
     return tuple(sorted(work)), consumers - own
 
 
-def _is_tensor(node: Node) -> bool:
-    value = node.meta.get("val", node.meta.get("example_value"))
-    return not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool))
+def _is_number(node: Node) -> bool:
+    return isinstance(value_of(node), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool))
 
 
-def _is_weight_work(node: Node) -> bool:
-    target = node.target
-    if node.op == "call_method":
-        return target in _WEIGHT_WORK
-    if node.op != "call_function":
-        return False
-    if isinstance(target, OpOverload):
-        return (
-            target.namespace in ("aten", "prims")
-            and torch.Tag.nondeterministic_seeded not in target.tags
-            and not target._schema.is_mutable
-        )
-    return getattr(target, "__name__", "") in _WEIGHT_WORK
-
-
-def _closing_nodes(graph: Graph, realized: Realized, position: dict[Node, int]) -> dict[Node, Node | None]:
-    """For each node the first realized node among itself and what depends on it; None: the end of the graph."""
-    closing: dict[Node, Node | None] = {}
+def _closing_nodes(graph: Graph, realized: Realized) -> dict[Node, tuple[Node, ...]]:
+    """For each node the tensors that have been computed only once it is no longer needed; see the head of this file."""
+    closing: dict[Node, tuple[Node, ...]] = {}
     for node in reversed(graph.nodes):
-        if realized(node):
-            closing[node] = node
+        tensor = is_tensor(node)
+        if realized(node) or (tensor and len(node.users) != 1 and not may_alias(node)):
+            closing[node] = (node,)
         else:
-            behind = (closing[user] for user in node.users if user.op != "output")
-            closing[node] = min((end for end in behind if end is not None), key=position.__getitem__, default=None)
+            behind = tuple(dict.fromkeys(end for user in node.users for end in closing[user]))
+            closing[node] = behind or ((node,) if tensor else ())
     return closing
 
 
-def _steps_begun(graph: Graph, consumers: Iterable[Node]) -> dict[Node, int]:
+def _steps_begun(graph: Graph, steps: tuple[Node, ...]) -> dict[Node, int]:
     """For each node the last step whose consumer stands at or before it; -1 before the first."""
-    starts, begun, step = set(consumers), {}, -1
+    starts, begun, step = set(steps), {}, -1
     for node in graph.nodes:
         step += node in starts
         begun[node] = step

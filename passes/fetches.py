@@ -47,10 +47,3 @@ class FetchSpec:
 def fetch_nodes(graph: Graph) -> Iterator[Node]:
     """The fetch nodes of `graph`, in its order."""
     return (node for node in graph.nodes if node.op == "call_function" and node.target is ops.fetch)
-
-
-def inherit_metadata(node: Node, source: Node) -> None:
-    """Gives an inserted node the place in the user's code of the node that it was inserted for."""
-    for name in ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "source_fn_stack", "seq_nr", "partitioner_tag"):
-        if name in source.meta:
-            node.meta[name] = source.meta[name]

@@ -5,7 +5,8 @@
                                    y = mm(x, w)
                                    done = offload(w, key, after=[y])         last consumer has run: memory given up
 
-1. A prefetch comes after the prefetch before it and after every offload that frees the memory it is to take.
+1. A prefetch comes after the prefetch before it and after every offload that frees the memory it is to take; where none does,
+   after the last realized node before the step that it may not run ahead of.
 2. A wait comes after all prefetches that the schedule issues before it (or overlap would be lost) and after the last realized
    node before its consumer (or the compiler could move it ahead of work that the copy should run beside).
 3. An offload comes after the nodes that close its consumers' uses.
@@ -17,12 +18,11 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 
 from . import ops
 from .collect_uses import FetchUse, Uses
-from .fetches import inherit_metadata
+from .metadata import ValueMaker, inherit_place, is_tensor
 from .realized import Realized
 from .schedule import Schedule, Transfer
 
@@ -47,8 +47,7 @@ class _Rewriter:
         self.realized_before = _last_realized(graph, uses.steps, realized)
         self.begin = next(node for node in graph.nodes if node.op != "placeholder")
         self.output = graph.output_node()
-        self.meta_key = "val" if "val" in uses.fetches[0].node.meta else "example_value"
-        self.fake_mode = detect_fake_mode([use.node.meta.get(self.meta_key) for use in uses.fetches])
+        self.values = ValueMaker(use.node for use in uses.fetches)
         self.tokens: dict[Transfer, Node] = {}
         self.weights: dict[Transfer, Node] = {}
         self.last_token: Node | None = None
@@ -79,11 +78,12 @@ class _Rewriter:
         after = [self.last_token] if self.last_token is not None else []
         after += [offload for _, offload in self.freed]
         if boundary and not any(freed_at == boundary for freed_at, _ in self.freed):
-            after.append(self.steps[boundary - 1])
+            after += self.realized_before[boundary]
         place = self.graph.inserting_after(max(after)) if after else self.graph.inserting_before(self.begin)
         with place:
             token = self.graph.call_function(ops.prefetch, (spec.key, spec.device, after))
-        self._describe(token, self.steps[transfer.first_use], token=True, spec_of=transfer.key)
+        inherit_place(token, self.steps[transfer.first_use])
+        self.values.set_token(token, spec.device)
         self.tokens[transfer] = self.last_token = token
         self.freed.clear()
 
@@ -92,12 +92,11 @@ class _Rewriter:
         reader = self.steps[transfer.first_use]
         token = self.tokens[transfer]
         after = [self.last_token] if self.last_token is not None and self.last_token is not token else []
-        anchor = self.realized_before[transfer.first_use]
-        if anchor is not None:
-            after.append(anchor)
+        after += self.realized_before[transfer.first_use]
         with self.graph.inserting_before(reader):
             weight = self.graph.call_function(ops.wait, (token, *use.spec.arguments, after))
-        self._describe(weight, reader, token=False, spec_of=transfer.key)
+        inherit_place(weight, reader)
+        self.values.set_weight(weight, use.spec)
         self.weights[transfer] = weight
         consumers = [c.node for c in use.consumers if transfer.first_use <= c.step <= transfer.last_use]
         if alone:
@@ -123,25 +122,17 @@ class _Rewriter:
         consumers = [c for c in use.consumers if transfer.first_use <= c.step <= transfer.last_use]
         if any(c.node is self.output for c in consumers):
             return  # the weight leaves the graph: its memory is the caller's
-        closing = [c.closed_by for c in consumers if c.closed_by is not None]
-        if len(closing) < len(consumers):
-            closing += [node for node in self.output.all_input_nodes if node.op == "call_function"]
-        closing = list(dict.fromkeys(closing))
-        at_end = any(c.closed_by is None for c in consumers) or not closing
+        closing = list(dict.fromkeys(node for c in consumers for node in c.closed_by))
+        at_end = not all(c.closed_by for c in consumers)
+        if at_end:
+            closing += [node for node in self.output.all_input_nodes if is_tensor(node) and node.op != "placeholder"]
+            closing = list(dict.fromkeys(closing))
         place = self.graph.inserting_before(self.output) if at_end else self.graph.inserting_after(max(closing))
-        weight = self.weights[transfer]
         with place:
-            offload = self.graph.call_function(ops.offload, (weight, transfer.key, closing))
-        self._describe(offload, consumers[-1].node, token=True, spec_of=transfer.key)
+            offload = self.graph.call_function(ops.offload, (self.weights[transfer], transfer.key, closing))
+        inherit_place(offload, consumers[-1].node)
+        self.values.set_token(offload, use.spec.device)
         self.freed.append((boundary, offload))
-
-    def _describe(self, node: Node, source: Node, *, token: bool, spec_of: str) -> None:
-        inherit_metadata(node, source)
-        if self.fake_mode is None:
-            return
-        spec = self.use_of[spec_of].spec
-        with self.fake_mode:
-            node.meta[self.meta_key] = ops.new_token(spec.device) if token else ops.fetch(*spec.arguments)
 
 
 def _needed(consumers: Sequence[Node], work: set[Node]) -> set[Node]:
@@ -155,14 +146,14 @@ def _needed(consumers: Sequence[Node], work: set[Node]) -> set[Node]:
     return needed
 
 
-def _last_realized(graph: Graph, steps: Sequence[Node], realized: Realized) -> list[Node | None]:
-    """For each step the last realized node before its consumer."""
+def _last_realized(graph: Graph, steps: Sequence[Node], realized: Realized) -> list[list[Node]]:
+    """For each step the last realized node before its consumer, as a list of one or none; transfers are none."""
     index = {node: step for step, node in enumerate(steps)}
-    before: list[Node | None] = [None] * len(steps)
-    last: Node | None = None
+    before: list[list[Node]] = [[]] * len(steps)
+    last: list[Node] = []
     for node in graph.nodes:
         if node in index:
             before[index[node]] = last
-        if node.target is not ops.fetch and realized(node):
-            last = node
+        if node.target not in ops.ALL_OPS and realized(node):
+            last = [node]
     return before

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.fx.node import has_side_effect
 
 NAMESPACE = "flextensor_fx"
 _SPEC = "int[] size, int[] stride, ScalarType dtype, Device device"
@@ -36,6 +37,7 @@ wait = torch.ops.flextensor_fx.wait.default
 offload = torch.ops.flextensor_fx.offload.default
 
 TRANSFER_OPS = (prefetch, wait, offload)
+ALL_OPS = (fetch, *TRANSFER_OPS)
 
 
 def new_token(device: torch.device) -> Tensor:
@@ -79,4 +81,4 @@ for _name in ("fetch", "prefetch", "wait", "offload"):
     _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 
 # The last offload of a call has no reader; dead-code elimination would drop it and its memory would look used for ever.
-torch.fx.node.has_side_effect(offload)
+has_side_effect(offload)

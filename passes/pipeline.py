@@ -7,11 +7,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from torch.fx import Graph, GraphModule, Node
 
 from .collect_uses import collect_uses
+from .drop_unread_fetches import drop_unread_fetches
 from .fetches import FetchSpec, fetch_nodes
 from .insert_transfers import insert_transfers
 from .realized import Realized
@@ -56,12 +58,16 @@ class Pipeline:
         self._number = 0
 
     def apply(self, rewrite: Callable[[Graph], None], pools: Mapping[str, int] | None = None) -> None:
-        """Runs `rewrite`; then the graph is linted, verified against `pools` (bytes by store) and recompiled.
+        """Runs `rewrite`; then the graph is linted, verified and recompiled.
+
+        Args:
+            rewrite: a pass, or a `functools.partial` of one.
+            pools: bytes by store, of the stores whose transfers are in the graph afterwards.
 
         Raises:
             AssertionError: the pass left a broken graph; the message names the pass.
         """
-        name = getattr(rewrite, "__name__", str(rewrite))
+        name = getattr(rewrite.func if isinstance(rewrite, partial) else rewrite, "__name__", str(rewrite))
         start = time.perf_counter()
         before = _op_counts(self.module.graph)
         self._dump(name, "before")
@@ -76,7 +82,9 @@ class Pipeline:
         self._number += 1
         elapsed = time.perf_counter() - start
         self.seconds += elapsed
-        log.debug("%s: %s: %s (%.1f ms)", self.name, name, _difference(before, _op_counts(self.module.graph)), elapsed * 1e3)
+        log.debug(
+            "%s: %s: %s (%.1f ms)", self.name, name, _difference(before, _op_counts(self.module.graph)), elapsed * 1e3
+        )
 
     def _dump(self, name: str, when: str) -> None:
         if self.dump_dir is None:
@@ -97,11 +105,11 @@ def lower(pipeline: Pipeline, realized: Realized, limits: Mapping[str, Limit]) -
         The schedules that were written into the graph, by store; of stores that the graph fetches from.
 
     Raises:
-        PoolTooSmall: a store's pool cannot hold what must be live together; the graph is unchanged.
+        PoolTooSmall: a store's pool cannot hold what must be live together; no transfer has been written then.
     """
+    pipeline.apply(drop_unread_fetches)
     start = time.perf_counter()
     graph = pipeline.module.graph
-    graph.eliminate_dead_code()
     fetches: dict[str, dict[Node, FetchSpec]] = {}
     for node in fetch_nodes(graph):
         spec = FetchSpec.of(node)
@@ -115,14 +123,10 @@ def lower(pipeline: Pipeline, realized: Realized, limits: Mapping[str, Limit]) -
             raise PoolTooSmall(store, error.least) from error
         schedules[store] = verify_schedule(made, used.windows)
     pipeline.seconds += time.perf_counter() - start
-
-    def insert(graph: Graph) -> None:
-        for store, used in uses.items():
-            insert_transfers(graph, used, schedules[store], realized)
-
-    insert.__name__ = "insert_transfers"
-    if uses:
-        pipeline.apply(insert, {store: limits[store].pool for store in uses})
+    pools: dict[str, int] = {}
+    for store, used in uses.items():
+        pools[store] = limits[store].pool
+        pipeline.apply(partial(insert_transfers, uses=used, schedule=schedules[store], realized=realized), pools)
     return schedules
 
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 
 from . import ops
-from .fetches import FetchSpec, inherit_metadata
+from .fetches import FetchSpec
+from .metadata import ValueMaker, inherit_place
 
 
 def place_fetches(graph: Graph, weights: Mapping[Node, FetchSpec]) -> None:
@@ -32,17 +32,15 @@ def place_fetches(graph: Graph, weights: Mapping[Node, FetchSpec]) -> None:
     readers: dict[str, list[Node]] = {}
     for placeholder, spec in weights.items():
         readers.setdefault(spec.key, []).extend(placeholder.users)
-    fake_mode = detect_fake_mode([placeholder.meta.get("example_value") for placeholder in weights])
+    values = ValueMaker(weights)
     fetches: dict[str, Node] = {}
     for placeholder, spec in weights.items():
         if spec.key not in fetches and readers[spec.key]:
             first = min(readers[spec.key], key=order.__getitem__)
             with graph.inserting_before(first):
                 fetch = graph.call_function(ops.fetch, spec.arguments)
-            inherit_metadata(fetch, first)
-            if fake_mode is not None:
-                with fake_mode:
-                    fetch.meta["example_value"] = ops.fetch(*spec.arguments)
+            inherit_place(fetch, first)
+            values.set_weight(fetch, spec)
             fetches[spec.key] = fetch
         if placeholder.users:
             placeholder.replace_all_uses_with(fetches[spec.key])

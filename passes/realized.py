@@ -6,11 +6,16 @@ a value that it would have kept in a fused kernel's registers, and fusion would 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import Node
+
+from . import ops
+from .aliasing import may_alias
+from .metadata import is_tensor
 
 Realized = Callable[[Node], bool]
 
@@ -23,12 +28,13 @@ _MATRIX_OPS = frozenset(
         "conv3d _grouped_mm _scaled_mm _int_mm _weight_int8pack_mm _weight_int4pack_mm "
         "scaled_dot_product_attention _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
         "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
-        "_scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_flash_attention_backward "
-        # Gathers from a table: written out, so that the table is not kept for every kernel that reads the result.
-        "embedding index gather index_select"
+        "_scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_flash_attention_backward"
     ).split()
     if (packet := getattr(aten, name, None)) is not None
 )
+# The compiler repeats a gather in every kernel that reads its result. One from a streamed table is made to be written out, or
+# the table would be kept for all of them; any other is left to the compiler.
+_GATHERS = frozenset((aten.embedding, aten.index, aten.gather, aten.index_select))
 _FUNCTION_NAMES = frozenset(
     "linear matmul mm addmm bmm baddbmm conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d bilinear "
     "scaled_dot_product_attention embedding embedding_bag index_select multi_head_attention_forward einsum dot mv".split()
@@ -36,17 +42,22 @@ _FUNCTION_NAMES = frozenset(
 
 
 def aten_realized(node: Node) -> bool:
-    """For an ATen graph that Inductor will lower: matrix products, convolutions, attention, gathers, fallback ops, outputs."""
-    if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor):
+    """For an ATen graph that Inductor will lower: matrix products, convolutions, attention, gathers from streamed tables, ops of
+    other libraries, outputs."""
+    if node.op != "call_function" or not is_tensor(node):
         return False
-    target = node.target
+    maker = node.args[0] if node.target is operator.getitem else node  # one result of several
+    if not isinstance(maker, Node):
+        return False
+    target = maker.target
     if isinstance(target, HigherOrderOperator):
         return True
     if not isinstance(target, OpOverload):
         return False
     if target.namespace not in ("aten", "prims"):
         return True
-    return target.overloadpacket in _MATRIX_OPS or _is_output(node)
+    packet = target.overloadpacket
+    return packet in _MATRIX_OPS or (packet in _GATHERS and _is_streamed(maker.args[0])) or _is_output(node)
 
 
 def captured_realized(node: Node) -> bool:
@@ -58,10 +69,22 @@ def captured_realized(node: Node) -> bool:
 
 
 def all_realized(node: Node) -> bool:
-    """For a graph that is interpreted node by node."""
-    value = node.meta.get("val", node.meta.get("example_value"))
-    return node.op in ("call_function", "call_method") and isinstance(value, torch.Tensor)
+    """For a graph that is interpreted node by node: every tensor that is not memory of an argument.
+
+    A view of a weight keeps the weight's memory: were it counted as a value of its own, the weight would be given up while the
+    view is still read, and more memory be held than the pool has.
+    """
+    return node.op in ("call_function", "call_method") and is_tensor(node) and not may_alias(node)
+
+
+def _is_streamed(value: object) -> bool:
+    """Whether `value` is a fetched weight, or made from one weight alone."""
+    while isinstance(value, Node) and value.target not in (ops.fetch, ops.wait):
+        sources = value.all_input_nodes
+        value = sources[0] if len(sources) == 1 else None
+    return value is not None
 
 
 def _is_output(node: Node) -> bool:
-    return any(user.op == "output" for user in node.users)
+    """Whether `node` is written out for the caller. A view is not: were that of a weight, the caller would hold the weight."""
+    return any(user.op == "output" for user in node.users) and not may_alias(node)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NoReturn
 
+import torch
 from torch.fx import Graph, Node
 
 from . import ops
@@ -16,37 +20,39 @@ class GraphError(AssertionError):
 def verify_graph(graph: Graph, pools: Mapping[str, int] | None = None) -> None:
     """Raises unless the order of transfers is safe in every order of execution that the edges allow.
 
-    1. No fetch is left once there is a transfer.
+    1. A store with a transfer has no fetch left.
     2. Every wait takes the token of a prefetch of its own key; every prefetch has exactly one wait.
-    3. Every weight is given up by one offload of its own key, or leaves the graph.
-    4. Prefetches of one store form a chain: their order is fixed.
-    5. Whenever a prefetch may run, the weights of its store that are issued and not surely given up fit the store's pool.
+    3. Every weight is given up by one offload of its own key, or leaves the graph; nothing else is.
+    4. Every path from a weight meets, before it ends, a tensor that the weight's offload comes after. Whatever is behind that
+       tensor reads the tensor, not the weight.
+    5. Prefetches of one store form a chain: their order is fixed.
+    6. Whenever a prefetch may run, the weights of its store that are issued and not surely given up fit the store's pool.
+
+    Linear in nodes, apart from one bit per transfer and node.
 
     Args:
-        pools: bytes by store, the part of a key before ":"; None leaves rule 5 out.
+        pools: bytes by store, the part of a key before ":"; None leaves rule 6 out.
 
     Raises:
         GraphError: with the node and its neighbours.
     """
-    transfers = [node for node in graph.nodes if node.op == "call_function" and node.target in ops.TRANSFER_OPS]
-    prefetches = [node for node in transfers if node.target is ops.prefetch]
-    if not transfers:
-        return
+    found: dict[Any, list[Node]] = {op: [] for op in ops.ALL_OPS}
     for node in graph.nodes:
-        if node.op == "call_function" and node.target is ops.fetch:
-            _fail(node, "a fetch is left beside transfers")
-    waits = {prefetch: _wait_of(prefetch) for prefetch in prefetches}
-    for node in transfers:
-        if node.target is ops.wait and (not isinstance(node.args[0], Node) or node.args[0] not in waits):
-            _fail(node, "expected the token of a prefetch")
+        if node.op == "call_function" and node.target in found:
+            found[node.target].append(node)
+    stores = {_store(node) for op in ops.TRANSFER_OPS for node in found[op]}
+    for fetch in found[ops.fetch]:
+        if _store(fetch) in stores:
+            _fail(fetch, "a fetch is left beside transfers")
+    waits = {prefetch: _wait_of(prefetch) for prefetch in found[ops.prefetch]}
+    for wait in found[ops.wait]:
+        if wait.args[0] not in waits:
+            _fail(wait, "expected the token of a prefetch")
     offloads = {prefetch: _offload_of(wait) for prefetch, wait in waits.items()}
-    stores: dict[str, list[Node]] = {}
-    for prefetch in prefetches:
-        stores.setdefault(_store(prefetch), []).append(prefetch)
-    for chain in stores.values():
-        for earlier, later in zip(chain, chain[1:], strict=False):
-            if earlier not in later.args[2]:  # pyright: ignore[reportOperatorIssue]
-                _fail(later, f"expected it to come after {earlier}, the prefetch before it")
+    for offload in found[ops.offload]:
+        if offload not in offloads.values():
+            _fail(offload, "expected the weight of a wait")
+    _check_chains(found[ops.prefetch])
     if pools is not None:
         _check_memory(graph, waits, offloads, pools)
 
@@ -55,20 +61,59 @@ def _wait_of(prefetch: Node) -> Node:
     takers = [user for user in prefetch.users if user.target is ops.wait and user.args[0] is prefetch]
     if len(takers) != 1:
         _fail(prefetch, f"expected one wait to take its token, found {len(takers)}")
-    if takers[0].args[1] != prefetch.args[0]:
-        _fail(takers[0], f"expected the key of its prefetch, {prefetch.args[0]!r}")
+    if _key(takers[0]) != _key(prefetch):
+        _fail(takers[0], f"expected the key of its prefetch, {_key(prefetch)!r}")
     return takers[0]
 
 
 def _offload_of(wait: Node) -> Node | None:
-    offloads = [user for user in wait.users if user.target is ops.offload]
-    if len(offloads) > 1 or any(node.args[1] != wait.args[1] for node in offloads):
-        _fail(wait, f"expected one offload of its own key, found {[node.args[1] for node in offloads]}")
-    return offloads[0] if offloads else None
+    """The offload of a weight, None for a weight that leaves the graph."""
+    offloads = [user for user in wait.users if user.target is ops.offload and user.args[0] is wait]
+    if not offloads and _leaves(wait):
+        return None
+    if [_key(offload) for offload in offloads] != [_key(wait)]:
+        _fail(wait, f"expected one offload of its own key, found {[_key(offload) for offload in offloads]}")
+    _check_paths(wait, offloads[0])
+    return offloads[0]
+
+
+def _leaves(wait: Node) -> bool:
+    """Whether the weight, or what was made of it alone, is an output."""
+    own, pending = {wait}, [wait]
+    while pending:
+        for user in pending.pop().users:
+            if user.op == "output":
+                return True
+            if user not in own and all(source in own for source in user.all_input_nodes):
+                own.add(user)
+                pending.append(user)
+    return False
+
+
+def _check_paths(wait: Node, offload: Node) -> None:
+    ends, pending = {offload, *_nodes(offload.args[2])}, [wait]
+    while pending:
+        node = pending.pop()
+        # An assertion yields no tensor: nothing can be made to come after it.
+        if node.op == "output" or (not node.users and _is_tensor(node)):
+            _fail(node, f"it may read {_key(wait)!r} after {offload} has given that up")
+        behind = [user for user in node.users if user not in ends]
+        pending += behind
+        ends.update(behind)
+
+
+def _check_chains(prefetches: Sequence[Node]) -> None:
+    chains: dict[str, list[Node]] = {}
+    for prefetch in prefetches:
+        chains.setdefault(_store(prefetch), []).append(prefetch)
+    for chain in chains.values():
+        for earlier, later in pairwise(chain):
+            if earlier not in _nodes(later.args[2]):
+                _fail(later, f"expected it to come after {earlier}, the prefetch before it")
 
 
 def _check_memory(
-    graph: Graph, waits: dict[Node, Node], offloads: dict[Node, Node | None], pools: Mapping[str, int]
+    graph: Graph, waits: Mapping[Node, Node], offloads: Mapping[Node, Node | None], pools: Mapping[str, int]
 ) -> None:
     """Replays the chains of prefetches; a weight is surely given up when its offload is an ancestor of the prefetch."""
     bit = {offload: 1 << place for place, offload in enumerate(o for o in offloads.values() if o is not None)}
@@ -79,7 +124,7 @@ def _check_memory(
         for source in node.all_input_nodes:
             ancestors |= freed[source]
         freed[node] = ancestors | bit.get(node, 0)
-        if node.op != "call_function" or node.target is not ops.prefetch:
+        if node not in waits:
             continue
         store = _store(node)
         alive = {
@@ -89,23 +134,36 @@ def _check_memory(
         }
         alive[node] = _nbytes(waits[node])
         held[store] = alive
-        if sum(alive.values()) > pools[store]:
-            names = ", ".join(str(prefetch.args[0]) for prefetch in alive)
-            _fail(node, f"the pool has {pools[store]} bytes, {sum(alive.values())} may be held together: {names}")
+        together = sum(alive.values())
+        if together > pools[store]:
+            names = ", ".join(_key(prefetch) for prefetch in alive)
+            _fail(node, f"the pool has {pools[store]} bytes, {together} may be held together: {names}")
 
 
-def _store(prefetch: Node) -> str:
-    return str(prefetch.args[0]).partition(":")[0]
+def _key(node: Node) -> str:
+    """The key that a node of ours names."""
+    return str(node.args[0 if node.target in (ops.fetch, ops.prefetch) else 1])
+
+
+def _store(node: Node) -> str:
+    return _key(node).partition(":")[0]
+
+
+def _nodes(after: Any) -> list[Node]:
+    return list(after)
+
+
+def _is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("val", node.meta.get("example_value")), torch.Tensor)
 
 
 def _nbytes(wait: Node) -> int:
-    count = 1
-    for extent in wait.args[2]:  # pyright: ignore[reportGeneralTypeIssues, reportOptionalIterable]
-        count *= extent  # pyright: ignore[reportOperatorIssue]
-    return count * wait.args[4].itemsize  # pyright: ignore
+    size: Any = wait.args[2]
+    dtype: Any = wait.args[4]
+    return math.prod(size) * dtype.itemsize
 
 
-def _fail(node: Node, problem: str) -> None:
+def _fail(node: Node, problem: str) -> NoReturn:
     near = [node.prev.prev, node.prev, node, node.next, node.next.next]
     lines = [f"  {'>' if other is node else ' '} {other.format_node()}" for other in near if other.op != "root"]
     raise GraphError("\n".join([f"verify_graph: {node.name}: {problem}", *lines]))

@@ -41,7 +41,7 @@ make_venv() {
     if "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
         return
     fi
-    if [ -e "$venv" ]; then
+    if [ -e "$venv" ] && [ -n "$(ls -A "$venv")" ]; then
         fail "$venv exists, but has no working Python with pip." \
             "Remove it (or set FLEXTENSOR_FX_VENV to another place), then run this again."
     fi
@@ -49,7 +49,7 @@ make_venv() {
     python=$(find_python) || fail "no Python 3.11, 3.12 or 3.13 on PATH." "Install one, then run this again."
     say "making $venv with $("$python" --version)"
     if ! "$python" -m venv "$venv"; then
-        rm -rf "$venv" # half made; it was not there before
+        rm -rf "$venv" # half made; there was nothing in it before
         fail "$python could not make a virtual environment." \
             "Where Python comes from the system, install its venv package (python3-venv), then run this again."
     fi

@@ -99,18 +99,19 @@ class Arena:
             if same:
                 start = same.pop()
                 self._loose_bytes -= size
+                self._live += size
             else:
                 self._merge()
                 start = self._warm.pop_fit(size)
                 if start is None:
                     start = self._take_cold(size)
-            self._live += size
+                self._live += size
+                self._trim()
+                touched = self._touched()
+                if touched > self._peak_touched:
+                    self._peak_touched = touched
             if self._live > self._peak_live:
                 self._peak_live = self._live
-            self._trim()
-            touched = self._touched()
-            if touched > self._peak_touched:
-                self._peak_touched = touched
             region = self._region(start)
             array = np.frombuffer(region.map, np.uint8, size, start - region.start)
             ref = _Ref(array, self._on_gone)

@@ -8,7 +8,8 @@ import os
 import time
 import uuid
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 from types import MappingProxyType
@@ -19,10 +20,11 @@ import torch
 from flextensor_fx.errors import OffloadError, StoreError
 from flextensor_fx.runtime.arena import Block
 from flextensor_fx.runtime.container import ALIGN
-from flextensor_fx.runtime.layout import WeightSpec
-from flextensor_fx.runtime.mapping import map_weight
+from flextensor_fx.runtime.layout import tensor_over
+from flextensor_fx.runtime.mapping import Mappings
 from flextensor_fx.runtime.reader import Reader, Transfer, closed_error
 from flextensor_fx.runtime.store import Store
+from flextensor_fx.runtime.trace import Recorder
 
 _PROBE_BYTES = 4 << 20
 _PROBE_SECONDS = 0.04
@@ -93,6 +95,7 @@ class Engine:
         self.instance = uuid.uuid4().hex
         self.store = store
         self._pool_bytes = pool_bytes
+        self._mappings = Mappings()
         self._reader = Reader(store, pool_bytes, read_threads, delay_ms)
         self._transfers = self._overruns = 0
         self._stalls: dict[str, float] = {}
@@ -108,6 +111,9 @@ class Engine:
         """
         self._reader.check_fork()
         self._transfers += 1
+        recorder = self._reader.recorder  # read once: a trace may end on another thread at any moment
+        if recorder is not None:
+            recorder.note("issued", key)
         return self._reader.start(key)
 
     def finish(self, transfer: Transfer) -> torch.Tensor:
@@ -127,10 +133,15 @@ class Engine:
         reader.check_fork()
         if self._closed:
             raise closed_error(transfer.key)
+        recorder = reader.recorder
+        if recorder is not None:
+            recorder.note("waits", transfer.key)
         error = None
         # Before a fork the read went to a thread of the parent; a claimed one found no room so far.
         if transfer.epoch is not reader.epoch or (not transfer.arrived and reader.claim(transfer)):
             block = self._take(transfer.nbytes)
+            if recorder is not None:
+                recorder.note("taken", transfer.key)
             error = self._fill(transfer, block)
         else:
             if not transfer.arrived and transfer.done is not None:
@@ -149,7 +160,9 @@ class Engine:
         if error is not None:
             del block  # Else the frames of the exception would hold it for as long as the user holds the exception.
             raise error
-        return _as_tensor(self.store.spec(transfer.key), block.array, transfer.shift)
+        if recorder is not None:
+            recorder.note("waited", transfer.key)
+        return tensor_over(self.store.spec(transfer.key), block.array, transfer.shift)
 
     def give_up(self, tensors: Iterable[torch.Tensor]) -> None:
         """The weights are done with: they no longer count against the pool, even if their memory is still in use.
@@ -161,6 +174,21 @@ class Engine:
         for tensor in tensors:
             reader.arena.give_up(tensor.data_ptr())
         reader.start_deferred()
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """What notes the events of `trace`; None outside of it."""
+        return self._reader.recorder
+
+    @contextmanager
+    def trace(self) -> Iterator[Recorder]:
+        """Notes every event of transfers until the block ends; at most one block at a time notes."""
+        before, recorder = self._reader.recorder, Recorder()
+        self._reader.recorder = recorder
+        try:
+            yield recorder
+        finally:
+            self._reader.recorder = before
 
     def read(self, key: str) -> torch.Tensor:
         """The value of a weight now, in memory of its own, not from the pool.
@@ -174,10 +202,10 @@ class Engine:
         memory = mmap.mmap(-1, self.store.slab_bytes(key), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         array = np.frombuffer(memory, np.uint8)
         shift, _ = self.store.read_slab(key, array)
-        return _as_tensor(self.store.spec(key), array, shift)
+        return tensor_over(self.store.spec(key), array, shift)
 
     def mapped(self, key: str) -> torch.Tensor:
-        """The value of a weight as a tensor that aliases the store; see `map_weight`.
+        """The value of a weight as a tensor that aliases the store; see `Mappings`.
 
         Raises:
             StoreError: the weight cannot be read, or the engine is closed.
@@ -185,7 +213,7 @@ class Engine:
         self._reader.check_fork()
         if self._closed:
             raise closed_error(key)
-        return map_weight(self.store, key)
+        return self._mappings.tensor(self.store, key)
 
     def write(self, key: str, tensor: torch.Tensor) -> None:
         """Give a weight a new value, as `weight.copy_(tensor)` would: broadcast and converted.
@@ -293,8 +321,3 @@ class Engine:
 
     def _stalled(self, key: str, begin: float) -> None:
         self._stalls[key] = self._stalls.get(key, 0.0) + (time.perf_counter() - begin) * 1000
-
-
-def _as_tensor(spec: WeightSpec, memory: np.ndarray, shift: int) -> torch.Tensor:
-    storage = torch.from_numpy(memory).untyped_storage()
-    return torch.empty(0, dtype=spec.dtype).set_(storage, shift // spec.dtype.itemsize, spec.shape, spec.stride)

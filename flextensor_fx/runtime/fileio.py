@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import struct
 import time
 import weakref
 from dataclasses import dataclass
@@ -18,6 +17,8 @@ from flextensor_fx.runtime.container import ALIGN
 _READ_PIECE = 64 << 20
 _WRITE_PIECE = 64 << 20
 _SYS_CACHESTAT = 451
+_CacheRange = ctypes.c_uint64 * 2  # offset, length
+_CacheCounts = ctypes.c_uint64 * 5  # the first: pages in the cache
 _LIBC = ctypes.PyDLL(None)  # Keeps the GIL: getting it back may take 5 ms, the call takes 3 us.
 
 
@@ -136,6 +137,10 @@ class PositionalFile:
             disk += min(count, wanted)
         return ReadCount(cached, disk)
 
+    def read_cached(self, buffer: memoryview, offset: int) -> bool:
+        """Fill `buffer` from the page cache, if that has all of it; otherwise what it holds is undefined."""
+        return self._is_cached(offset, len(buffer)) and self._read_cached(buffer, offset) == len(buffer)
+
     def time_read(self, buffer: memoryview, offset: int) -> float:
         """Seconds that one read of the disk takes; buffer and offset as for a direct read."""
         fd = self._direct_fd if self.direct else self._fd
@@ -156,11 +161,11 @@ class PositionalFile:
             return False
         begin = offset // ALIGN * ALIGN
         pages = -(-(offset + length - begin) // ALIGN)
-        counts = ctypes.create_string_buffer(40)
-        if _LIBC.syscall(_SYS_CACHESTAT, self._fd, struct.pack("QQ", begin, pages * ALIGN), counts, 0) != 0:
+        counts = _CacheCounts()
+        if _LIBC.syscall(_SYS_CACHESTAT, self._fd, _CacheRange(begin, pages * ALIGN), counts, 0) != 0:
             self._probe = False  # Before Linux 6.5, or a file system without it.
             return False
-        return struct.unpack_from("Q", counts)[0] >= pages
+        return counts[0] >= pages
 
     def _read_cached(self, piece: memoryview, offset: int) -> int:
         try:

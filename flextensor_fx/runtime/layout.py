@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -58,6 +60,19 @@ class WeightSpec:
     def nbytes(self) -> int:
         """Bytes of the value, without padding."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @cached_property
+    def byte_stride(self) -> tuple[int, ...]:
+        """`stride` in bytes."""
+        return tuple(step * self.dtype.itemsize for step in self.stride)
+
+    @cached_property
+    def array_dtype(self) -> np.dtype:
+        """What numpy calls the dtype; an integer of its width where numpy has no name for it."""
+        try:
+            return torch.empty(0, dtype=self.dtype).numpy().dtype
+        except TypeError:
+            return np.dtype(f"u{self.dtype.itemsize}")
 
     def __str__(self) -> str:
         return f"{self.key}: {str(self.dtype).removeprefix('torch.')}{list(self.shape)} ({self.nbytes} bytes)"
@@ -116,3 +131,11 @@ def check_storable(tensor: torch.Tensor) -> str | None:
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a storable tensor in physical order: 1-d uint8 of nbytes elements, sharing memory with it."""
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def tensor_over(spec: WeightSpec, memory: np.ndarray, shift: int) -> torch.Tensor:
+    """A tensor of the weight's shape, stride and dtype that aliases `memory` from byte `shift` on, and keeps it alive."""
+    # In one step by numpy: from_numpy, untyped_storage, empty and set_ take three times as long.
+    array = np.ndarray(spec.shape, spec.array_dtype, memory, shift, spec.byte_stride)  # pyright: ignore[reportArgumentType]
+    tensor = torch.from_numpy(array)
+    return tensor if tensor.dtype == spec.dtype else tensor.view(spec.dtype)

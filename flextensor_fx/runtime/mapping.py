@@ -6,27 +6,49 @@ import mmap
 
 import numpy as np
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 
 from flextensor_fx.runtime.store import Store
 
 
-def map_weight(store: Store, key: str) -> torch.Tensor:
-    """A tensor of the weight's shape, stride and dtype that aliases its bytes in the file.
+class Mappings:
+    """Weights as tensors over the store's own file.
 
-    Pages come in as they are touched and can be dropped again, so a model that does not fit can be read through it. A write
-    reaches the file's pages at once, and every later read of the store sees it: the kernel writes dirty pages back before a
-    read that goes past the page cache.
-
-    A weight served in place from the user's file is copied into a file of our own first, since the caller may write.
-
-    Raises:
-        StoreError: the weight cannot be read.
+    All tensors of one weight share one storage for as long as any of them lives: that is how whoever saves a model tells that
+    two names are one weight.
     """
-    file, offset = store.writable_place(key)
-    spec = store.spec(key)
+
+    def __init__(self) -> None:
+        self._storages: dict[str, tuple[tuple[int, int], StorageWeakRef]] = {}
+
+    def tensor(self, store: Store, key: str) -> torch.Tensor:
+        """A tensor of the weight's shape, stride and dtype that aliases its bytes in the file.
+
+        Pages come in as they are touched and can be dropped again, so a model that does not fit can be read through it. A write
+        reaches the file's pages at once, and every later read of the store sees it: the kernel writes dirty pages back before
+        a read that goes past the page cache.
+
+        A weight served in place from the user's file is copied into a file of our own first, since the caller may write.
+
+        Raises:
+            StoreError: the weight cannot be read.
+        """
+        place = store.writable_place(key)
+        spec = store.spec(key)
+        storage = None
+        known = self._storages.get(key)
+        if known is not None and known[0] == place:  # a forked child has a place of its own
+            storage = torch.UntypedStorage._new_with_weak_ptr(known[1].cdata)
+        # The compiler describes real parameters while its modes are on, which would make a fake of what is mapped here.
+        with _disable_current_modes(), torch.inference_mode(False):
+            if storage is None:
+                storage = _map(*place, spec.nbytes)
+                self._storages[key] = place, StorageWeakRef(storage)
+            return torch.empty(0, dtype=spec.dtype).set_(storage, 0, spec.shape, spec.stride)
+
+
+def _map(file: int, offset: int, nbytes: int) -> torch.UntypedStorage:
     begin = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-    pages = mmap.mmap(file, offset - begin + spec.nbytes, mmap.MAP_SHARED, offset=begin)
-    array = np.frombuffer(pages, np.uint8, spec.nbytes, offset - begin)
-    with torch.inference_mode(False):
-        storage = torch.from_numpy(array).untyped_storage()
-        return torch.empty(0, dtype=spec.dtype).set_(storage, 0, spec.shape, spec.stride)
+    pages = mmap.mmap(file, offset - begin + nbytes, mmap.MAP_SHARED, offset=begin)
+    return torch.from_numpy(np.frombuffer(pages, np.uint8, nbytes, offset - begin)).untyped_storage()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flextensor_fx.passes import ops
 from flextensor_fx.runtime import registry
+from flextensor_fx.runtime.engine import Engine
 from flextensor_fx.runtime.reader import Transfer
 
 
@@ -18,9 +19,10 @@ def fetch(key: str, size: Sequence[int], stride: Sequence[int], dtype: torch.dty
 
 
 def prefetch(key: str, device: torch.device, after: Sequence[Tensor]) -> Tensor:
-    token = ops.new_token(device)
+    token = _token(device)
+    engine = registry.engine_of(key)
     # The token owns the transfer: when a call fails half-way, its frame drops the token, and the memory comes back.
-    token._transfer = registry.engine_of(key).start(key)  # pyright: ignore[reportAttributeAccessIssue]
+    token._transfer = engine, engine.start(key)  # pyright: ignore[reportAttributeAccessIssue]
     return token
 
 
@@ -33,11 +35,12 @@ def wait(
     device: torch.device,
     after: Sequence[Tensor],
 ) -> Tensor:
-    transfer: Transfer | None = token.__dict__.pop("_transfer", None)
-    if transfer is None:
+    started: tuple[Engine, Transfer] | None = token.__dict__.pop("_transfer", None)
+    if started is None:
         raise AssertionError(f"wait for {key!r}: its token carries no transfer; a compiler pass has replaced the token")
-    weight = registry.engine_of(key).finish(transfer)
-    if weight.dtype != dtype or weight.shape != torch.Size(size):
+    engine, transfer = started
+    weight = engine.finish(transfer)
+    if weight.dtype != dtype or weight.shape != tuple(size):
         raise AssertionError(
             f"wait for {key!r}: compiled for {dtype} {tuple(size)}, the store holds {weight.dtype} {tuple(weight.shape)}"
         )
@@ -45,8 +48,21 @@ def wait(
 
 
 def offload(weight: Tensor, key: str, after: Sequence[Tensor]) -> Tensor:
-    registry.engine_of(key).give_up((weight,))
-    return ops.new_token(weight.device)
+    engine = registry.engine_of(key)
+    recorder = engine.recorder
+    if recorder is not None:
+        recorder.note("offloaded", key)
+    engine.give_up((weight,))
+    return _token(weight.device)
+
+
+def _token(device: torch.device) -> Tensor:
+    # A copy of a token costs half as much as one made from its dtype and device.
+    return torch.empty_like(_BLANK) if device == _BLANK.device else ops.new_token(device)
+
+
+with torch.inference_mode(False):
+    _BLANK = ops.new_token(torch.device("cpu"))
 
 
 # CompositeExplicitAutograd also serves calls without a tensor argument, such as the first prefetch of a graph.

@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from flextensor_fx.errors import OffloadError
+from flextensor_fx.passes import ops
+
 
 class ValueSource(Protocol):
     """What holds the values: the engine."""
@@ -99,13 +102,23 @@ class OffloadedParameter(Tensor):
         # The key and the plan of its store are in the compiled code: another key or store must not run it.
         return traced == current
 
+    def _stable_hash_for_caching(self) -> str:
+        # Without it AOTAutograd's cache falls back to hashing a pickle, and with that the whole value.
+        return repr(self.identity)
+
+    @property
+    def _in_foreign_graph(self) -> bool:
+        """Whether another backend traces the graph that uses this; the graph then gets to the value by itself."""
+        return self.source is None and not isinstance(self._handle, FakeTensor)
+
     # --- eager use -------------------------------------------------------------------------------------------------
     def plain(self) -> Tensor:
         """The value as a plain tensor that aliases the store (or, while tracing, a fake tensor like it)."""
         if isinstance(self._handle, FakeTensor):
             return self._handle.new_empty_strided(self.shape, self.stride())
-        if self.source is None:
-            raise AssertionError(f"{self.key}: a traced stand-in has no value")
+        if self._in_foreign_graph:
+            return ops.fetch(self.key, list(self.shape), list(self.stride()), self.dtype, self.device)
+        assert self.source is not None
         return self.source.mapped(self.key)
 
     @classmethod
@@ -115,6 +128,11 @@ class OffloadedParameter(Tensor):
         stands_for: dict[int, OffloadedParameter] = {}
 
         def value_of(parameter: OffloadedParameter) -> Tensor:
+            if parameter._in_foreign_graph and func._schema.is_mutable:
+                raise OffloadError(
+                    f"{parameter.key}: {func} may write to an offloaded weight in a graph of another backend, and the change "
+                    'would be lost; compile with backend="flextensor", or call flextensor_fx.release(model) first'
+                )
             value = parameter.plain()
             stands_for[id(value)] = parameter
             return value
@@ -152,6 +170,24 @@ class OffloadedParameter(Tensor):
         # Tensor.to returns `self` where nothing changes; Module.to would then swap the parameter with itself, which fails
         # while compiled code holds a weak reference to it. With a plain tensor it sets `.data`, which changes nothing.
         return self.plain().to(*args, **kwargs)
+
+    def type(self, *args: Any, **kwargs: Any) -> Any:
+        return self.plain().type(*args, **kwargs)
+
+    def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.plain().cpu(*args, **kwargs)
+
+    def float(self, **kwargs: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.plain().float(**kwargs)
+
+    def double(self, **kwargs: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.plain().double(**kwargs)
+
+    def half(self, **kwargs: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.plain().half(**kwargs)
+
+    def bfloat16(self, **kwargs: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.plain().bfloat16(**kwargs)
 
     def replaced_by(self, value: Tensor) -> nn.Parameter:
         """A plain parameter of this one's requires_grad and marks around `value`."""

@@ -13,9 +13,11 @@ from queue import SimpleQueue
 from flextensor_fx.errors import StoreError
 from flextensor_fx.runtime.arena import Arena, Block
 from flextensor_fx.runtime.store import Store
+from flextensor_fx.runtime.trace import Recorder
 
 _DEFERRED, _QUEUED, _TAKEN = range(3)
 _ROOM = "room"
+_READ_AT_ONCE = 64 << 10  # Waking a thread takes longer than copying that many bytes out of the page cache.
 
 
 class Transfer:
@@ -84,6 +86,7 @@ class Reader:
     def __init__(self, store: Store, pool_bytes: int, threads: int, delay_ms: float) -> None:
         self.store = store
         self.totals = ReadTotals()
+        self.recorder: Recorder | None = None
         self._pool_bytes = pool_bytes
         self._thread_count = max(1, threads)
         self._delay_s = delay_ms / 1000
@@ -134,7 +137,8 @@ class Reader:
         if not self._deferred:
             block = self.arena.take(transfer.nbytes)
             if block is not None:
-                self._enqueue(transfer, block)
+                if transfer.nbytes > _READ_AT_ONCE or not self._read_at_once(transfer, block):
+                    self._enqueue(transfer, block)
                 return transfer
         self._deferred.append(weakref.ref(transfer, self._on_dropped))
         # A block that came back between the refusal and the append has woken nobody.
@@ -166,6 +170,9 @@ class Reader:
     def fill(self, transfer: Transfer, block: Block) -> StoreError | None:
         """Read on the calling thread; what went wrong is returned, without frames that would keep the block referenced."""
         begin = time.perf_counter()
+        recorder = self.recorder  # read once: a trace may end on another thread at any moment
+        if recorder is not None:
+            recorder.note("read", transfer.key, begin)
         transfer.version = self.store.version(transfer.key)
         try:
             transfer.shift, count = self.store.read_slab(transfer.key, block.array)
@@ -180,6 +187,8 @@ class Reader:
             self.totals.cached_bytes += count.cached
             self.totals.disk_bytes += count.disk
             self.totals.seconds += seconds
+        if recorder is not None:
+            recorder.note("arrived", transfer.key)
         return None
 
     def stop(self) -> list[threading.Thread]:
@@ -193,8 +202,34 @@ class Reader:
         self.arena.set_limit(0)  # Free pages go back now, and not when the last reference to this object does.
         return threads
 
+    def _read_at_once(self, transfer: Transfer, block: Block) -> bool:
+        """Read on the thread that starts the transfer, if that takes no disk."""
+        if self._delay_s:
+            return False
+        recorder = self.recorder
+        begin = 0.0 if recorder is None else time.perf_counter()
+        try:
+            found = self.store.read_cached_slab(transfer.key, block.array)
+        except StoreError:  # for `finish` to raise
+            return False
+        if found is None:
+            return False
+        transfer.shift, count = found
+        transfer.block, transfer.state, transfer.arrived = block, _QUEUED, True
+        with self._lock:
+            self.totals.reads += 1
+            self.totals.cached_bytes += count.cached
+        if recorder is not None:
+            recorder.note("taken", transfer.key, begin)
+            recorder.note("read", transfer.key, begin)
+            recorder.note("arrived", transfer.key)
+        return True
+
     def _enqueue(self, transfer: Transfer, block: Block) -> None:
         transfer.block = block
+        recorder = self.recorder
+        if recorder is not None:
+            recorder.note("taken", transfer.key)
         transfer.done = threading.Lock()
         transfer.done.acquire()
         if self._delay_s:

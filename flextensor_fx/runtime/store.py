@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -29,13 +30,13 @@ class _Place:
     writer: int | None  # Process that may write here; None: nobody, the file is the user's.
     stamp: tuple[int, int] | None  # Size and mtime of the user's file when it was attached.
 
-    @property
+    @cached_property
     def shift(self) -> int:
         """Bytes between the start of a slab and the weight in it."""
         shift = self.offset % ALIGN
         return shift if shift % _POINTER_ALIGN == 0 else 0
 
-    @property
+    @cached_property
     def slab_bytes(self) -> int:
         return round_up(self.shift + self.spec.nbytes)
 
@@ -212,6 +213,20 @@ class Store:
         view = slab.data[: place.slab_bytes]
         return shift, self._read(place, view, place.offset - shift, shift + place.spec.nbytes)
 
+    def read_cached_slab(self, key: str, slab: np.ndarray) -> tuple[int, ReadCount] | None:
+        """As `read_slab`, if the page cache has all of the weight; else None, as quickly as that can be said.
+
+        Raises:
+            StoreError: as `read_slab`.
+        """
+        place = self._place(key)
+        self._check_readable(place)
+        nbytes = place.spec.nbytes
+        if not place.file.read_cached(slab.data[place.shift : place.shift + nbytes], place.offset):
+            return None
+        self._check_unchanged(place)
+        return place.shift, ReadCount(nbytes, 0)
+
     def writable_place(self, key: str) -> tuple[int, int]:
         """The descriptor of a file of our own that holds the weight, and its offset there, for mapping it.
 
@@ -267,17 +282,10 @@ class Store:
 
     def _read(self, place: _Place, view: memoryview, offset: int, needed: int) -> ReadCount:
         spec, path = place.spec, place.file.path
-        if self._versions[spec.key] == 0:
-            raise StoreError(f"weight {spec}: has never been written to {path}; write a value first")
-        if spec.key in self._damaged:
-            raise StoreError(f"weight {spec}: its last write to {path} failed, so its bytes are torn; write it again")
+        self._check_readable(place)
         try:
             count = place.file.read(view, offset, needed)
-            if place.stamp not in (None, _stamp(place.file)):
-                raise StoreError(
-                    f"weight {spec}: expected {path} as it was when it was attached, found it written to since; "
-                    "keep the file unchanged while it is served"
-                )
+            self._check_unchanged(place)
             return count
         except ShortRead as error:
             raise StoreError(
@@ -289,6 +297,20 @@ class Store:
                 f"weight {spec}: expected {needed} bytes at {offset} of {path}, found {error.strerror}; "
                 "check the disk, then call again"
             ) from error
+
+    def _check_readable(self, place: _Place) -> None:
+        spec, path = place.spec, place.file.path
+        if self._versions[spec.key] == 0:
+            raise StoreError(f"weight {spec}: has never been written to {path}; write a value first")
+        if spec.key in self._damaged:
+            raise StoreError(f"weight {spec}: its last write to {path} failed, so its bytes are torn; write it again")
+
+    def _check_unchanged(self, place: _Place) -> None:
+        if place.stamp is not None and place.stamp != _stamp(place.file):
+            raise StoreError(
+                f"weight {place.spec}: expected {place.file.path} as it was when it was attached, found it written to "
+                "since; keep the file unchanged while it is served"
+            )
 
     def _new_file(self, specs: tuple[WeightSpec, ...]) -> dict[str, _Place]:
         container = lay_out(specs)
