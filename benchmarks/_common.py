@@ -82,7 +82,9 @@ class Output:
     checks: list[Check] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        print(f"{self.name}{' --quick' if self.quick else ''}: " + ", ".join(f"{k} {v}" for k, v in self.machine.items()))
+        print(
+            f"{self.name}{' --quick' if self.quick else ''}: " + ", ".join(f"{k} {v}" for k, v in self.machine.items())
+        )
 
     def table(self, title: str, rows: Sequence[dict[str, Any]]) -> None:
         """Prints rows of equal keys, and keeps them."""

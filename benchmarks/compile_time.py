@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from statistics import median
 from typing import Any
 from unittest import mock
@@ -91,7 +92,9 @@ def share_of_compile_time(output: Output, sizes: tuple[int, ...]) -> None:
     output.check(Check("greatest share of our part in the first call", max(row["share"] for row in rows), 0.05))
     output.check(
         Check(
-            f"our ms per block, {sizes[-1]} blocks over {sizes[1]}", rows[-1]["ms per block"] / rows[1]["ms per block"], 1.5
+            f"our ms per block, {sizes[-1]} blocks over {sizes[1]}",
+            rows[-1]["ms per block"] / rows[1]["ms per block"],
+            1.5,
         )
     )
     output.check(
@@ -148,7 +151,7 @@ def host_cost(output: Output, counts: tuple[int, ...], rounds: int) -> None:
         transfers = len(flextensor_fx.report(model).graphs[-1].schedule.transfers)
         for _ in range(50):
             streamed(x)
-        seconds = interleave({"inductor": lambda: resident(x), "ours": lambda: streamed(x)}, rounds)
+        seconds = interleave({"inductor": partial(resident, x), "ours": partial(streamed, x)}, rounds)
         pairs = zip(seconds["ours"], seconds["inductor"], strict=True)
         rows.append(
             {

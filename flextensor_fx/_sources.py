@@ -97,7 +97,7 @@ def storage_key(tensor: torch.Tensor) -> tuple[object, ...]:
     try:
         storage = tensor.untyped_storage()._cdata
         return (storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-    except (RuntimeError, NotImplementedError):  # sparse tensors and wrapper subclasses have no storage
+    except (RuntimeError, NotImplementedError, ValueError):  # sparse, wrapper and lazy tensors have no storage
         return (id(tensor),)
 
 

@@ -65,15 +65,14 @@ def flextensor(
     for session in sessions:
         session.note_callable(_frames.compiled_callable())
         config = session.config.overlaid(options, session.uid)
-    for _ in range(_ATTEMPTS):
-        compilation = _Compilation(graph_module, config, weights)
-        try:
-            compiled = compilation.run(example_inputs)
-            break
-        except PoolTooSmall as error:
-            next(session for session in sessions if session.uid == error.store).require_pool(error.least)
-    else:
-        raise AssertionError(f"no pool was found in {_ATTEMPTS} plans for {graph_module.graph!r}")
+    compilation = _Compilation(graph_module, config, weights)
+    try:
+        compiled = compilation.run_until_it_fits(example_inputs)
+    except Exception:
+        for session in sessions:
+            if session.engine is None:  # nothing has been moved: what would refuse other options must not stay behind
+                registry.forget(session)
+        raise
     moved = [pair for session in sessions for pair in session.commit()]
     sources = [node._dynamo_source for node in weights if node in compilation.fetched and hasattr(node, "_dynamo_source")]
     guard_on_stand_ins({id(old): stand_in for old, stand_in in moved}, sources)
@@ -185,7 +184,7 @@ def _distinct(roots: Any) -> dict[str, nn.Module]:
 
 
 class _Compilation:
-    """One try at compiling one captured graph; it is changed nowhere, a copy is."""
+    """The compiling of one captured graph; it is changed nowhere, a copy is."""
 
     def __init__(self, module: GraphModule, config: OffloadConfig, weights: Mapping[Node, _Weight]) -> None:
         self.module = module
@@ -193,6 +192,14 @@ class _Compilation:
         self.weights = weights
         self.sessions = {weight.session.uid: weight.session for weight in weights.values()}
         self.fetched: set[Node] = set()
+
+    def run_until_it_fits(self, inputs: Sequence[Any]) -> Callable[..., Any]:
+        for _ in range(_ATTEMPTS):
+            try:
+                return self.run(inputs)
+            except PoolTooSmall as error:
+                self.sessions[error.store].require_pool(error.least)
+        raise AssertionError(f"no pool was found in {_ATTEMPTS} plans for {self.module.graph!r}")
 
     def run(self, inputs: Sequence[Any]) -> Callable[..., Any]:
         placeholders = self.module.graph.find_nodes(op="placeholder")

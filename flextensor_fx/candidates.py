@@ -135,7 +135,7 @@ def _note_range(parameter: torch.Tensor, identity: object, ranges: dict[int, lis
     try:
         storage = parameter.untyped_storage()
         begin = parameter.storage_offset() * parameter.element_size()
-    except (RuntimeError, NotImplementedError):  # no storage: sparse tensors, wrapper subclasses
+    except (RuntimeError, NotImplementedError, ValueError):  # no storage: sparse, wrapper and lazy tensors
         return
     if isinstance(parameter, OffloadedParameter) or parameter.numel() == 0:
         return

@@ -55,7 +55,7 @@ def _aot_eager(module: GraphModule, inputs: Sequence[Any], config: OffloadConfig
         tag_recompute(joint.graph)
         return min_cut_rematerialization_partition(joint, joint_inputs, **options)
 
-    with _without_autograd_cache():
+    with _patched_autograd():
         return aot_autograd(
             fw_compiler=functools.partial(compiler, backward=False),
             bw_compiler=functools.partial(compiler, backward=True),
@@ -71,7 +71,7 @@ def _inductor(module: GraphModule, inputs: Sequence[Any], config: OffloadConfig,
         lower(graph, aten_realized, bool(options.get("is_backward", False)))
         return compile_fx_inner(graph, example_inputs, **options)
 
-    with _without_autograd_cache():
+    with _patched_autograd():
         return compile_fx(module, inputs, inner_compile=lower_then_compile, config_patches=_inductor_options(config))
 
 
@@ -88,10 +88,11 @@ def compile_alone(module: GraphModule, inputs: Sequence[Any], config: OffloadCon
     return module.forward
 
 
-def _without_autograd_cache() -> Any:
+def _patched_autograd() -> Any:
     # AOTAutograd's cache is keyed by the graph before lowering and would return a graph with another budget's schedule.
     # Inductor's own cache is keyed by the lowered graph and stays on.
-    return torch._functorch.config.patch(enable_autograd_cache=False)
+    # A backward compiled as late as its first call could need a larger pool than the one that the forward was planned with.
+    return torch._functorch.config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True)
 
 
 def _user_options(config: OffloadConfig) -> dict[str, Any]:

@@ -63,8 +63,7 @@ def release(model: Any) -> None:
     """
     for session in find_sessions(model):
         session.close()
-        for root in session.roots.modules.values():
-            registry.sessions.pop(root, None)
+        registry.forget(session)
 
 
 def find_sessions(value: Any) -> list[Session]:

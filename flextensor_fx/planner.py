@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Literal
 
 from flextensor_fx.bounds import lower_bound
 from flextensor_fx.errors import BudgetError
@@ -23,10 +24,15 @@ from flextensor_fx.passes.schedule import (
     use_events,
     windows_of,
 )
+from flextensor_fx.passes.steady_schedule import SteadySchedule, circular_windows, least_steady_pool
 from flextensor_fx.passes.verify_schedule import verify_schedule
+from flextensor_fx.plan_reasons import reasons
 from flextensor_fx.residency import Problem, choose_streamed
-from flextensor_fx.simulate import Link, Run, simulate, timeline
+from flextensor_fx.simulate import Link, simulate, timeline
+from flextensor_fx.steady import SteadyRun, simulate_steady
+from flextensor_fx.steady_planner import bound_steady, plan_steady, smallest_steady_pool
 
+Objective = Literal["single", "steady"]
 Uses = Sequence[tuple[str, int, tuple[int, ...]]]
 
 _SMALL_BYTES = 64 * 1024  # the automatic threshold is this, or _SMALL_SHARE of all bytes where that is less
@@ -46,11 +52,14 @@ class Plan:
         lookahead: as in `schedule`.
         peak_bytes: resident bytes plus pool, at most the budget.
         streamed_bytes: sum over the streamed weights.
-        predicted_ms: simulated time of one call with nothing prefetched.
+        predicted_ms: simulated time of one call with nothing prefetched; with objective "steady", the period of calls that
+            follow one another.
         predicted_stall_ms: the part of it in which compute waits for copies.
         lower_bound_ms: no plan within the budget (here: within peak_bytes where none was given) is faster.
         least_budget: the least budget that `plan` accepts for these weights.
         why: one line per key.
+        objective: "single" or "steady", what `predicted_ms` and `lower_bound_ms` are about.
+        steady: the schedule of one call among equal ones; None with objective "single".
     """
 
     resident: frozenset[str]
@@ -65,6 +74,18 @@ class Plan:
     lower_bound_ms: float
     least_budget: int
     why: Mapping[str, str] = field(hash=False)
+    objective: Objective = "single"
+    steady: SteadySchedule | None = None
+
+    @property
+    def gap(self) -> float:
+        """Share by which predicted_ms is above lower_bound_ms: at most this much could be gained by a better plan."""
+        return self.predicted_ms / self.lower_bound_ms - 1 if self.lower_bound_ms > 0 else 0.0
+
+    @property
+    def wrapping(self) -> tuple[str, ...]:
+        """Keys on the device, or on their way to it, while one call ends and the next begins; in order of first use."""
+        return () if self.steady is None else tuple(dict.fromkeys(t.key for t in self.steady.wrapping))
 
     def __str__(self) -> str:
         given = "none" if self.budget is None else format_bytes(self.budget)
@@ -76,6 +97,12 @@ class Plan:
             f"  streamed   {len(self.streamed)} weights, {moved}, through a pool of {pool}",
             f"  predicted  {self.predicted_ms:.3f} ms, of it {stall}; {bound}",
         ]
+        if self.steady is not None:
+            names = ", ".join(self.wrapping[:3]) + (", ..." if len(self.wrapping) > 3 else "")
+            lines.append(
+                f"  repeating  {self.gap:.1%} above the bound; {len(self.wrapping)} weights across calls"
+                + (f": {names}" if names else "")
+            )
         return "\n".join(lines) + "\n" + format_table(("key", "why"), list(self.why.items()), left=2)
 
 
@@ -89,8 +116,10 @@ def plan(
     lookahead: int | None = None,
     min_stream_bytes: int | None = None,
     least_pool_bytes: int = 0,
+    objective: Objective = "single",
+    late: bool = False,
 ) -> Plan:
-    """Plan one call so that it is as fast as the budget allows when it starts with nothing prefetched.
+    """Plan one call so that it is as fast as the budget allows.
 
     Args:
         uses: (key, bytes, steps that use it) for every selected weight; each has at least one step.
@@ -103,12 +132,19 @@ def plan(
         min_stream_bytes: smaller weights stay resident. None: the lesser of 64 KiB and 1% of all bytes; then smaller ones are
             streamed after all, largest first, where the budget cannot be met otherwise.
         least_pool_bytes: the pool is at least this large if anything is streamed, as a graph with uses of its own may need.
+        objective: "single": the time of one call that starts with nothing prefetched. "steady": the period of a call that
+            repeats, whose end may fetch for the start of the next.
+        late: with objective "steady", issue each copy as late as it stays hidden with a margin, not as early as it may.
 
     Raises:
         BudgetError: the budget is below the least that works, which the error names.
-        ValueError: malformed uses, a step beyond `step_ms`, an unknown fixed key, a negative lookahead.
+        ValueError: malformed uses, a step beyond `step_ms`, an unknown fixed key or objective, a negative lookahead.
     """
     _check(uses, step_ms, fixed, lookahead)
+    if objective not in ("single", "steady"):
+        raise ValueError(f'plan: objective must be "single" or "steady", found {objective!r}')
+    steady = objective == "steady"
+    steps = len(step_ms) if steady else None
     total = sum(nbytes for _, nbytes, _ in uses)
     threshold = min(_SMALL_BYTES, int(total * _SMALL_SHARE)) if min_stream_bytes is None else min_stream_bytes
     movable = [w for w, (key, nbytes, _) in enumerate(uses) if nbytes and key not in fixed]
@@ -116,7 +152,7 @@ def plan(
     small = sorted((w for w in movable if uses[w][1] < threshold), key=lambda w: -uses[w][1])
     if min_stream_bytes is not None:
         movable, small = large, []
-    least = _least_budget(uses, movable, total, least_pool_bytes)
+    least = _least_budget(uses, movable, total, least_pool_bytes, steps)
     if budget is not None and budget < least:
         raise BudgetError(_refusal(uses, movable, budget, least, total), least)
 
@@ -125,39 +161,68 @@ def plan(
         busy_ms = [sum(step_ms[step] for step in set(steps)) for _, _, steps in uses]
         return lower_bound(sizes, [link.copy_ms(n) for n in sizes], busy_ms, movable, within, sum(step_ms))
 
-    if budget is None:
-        chosen = frozenset(large)
-    elif budget >= total:
-        chosen = frozenset()
-    else:
-        allowed = _allowed(uses, large, small, budget, total, least_pool_bytes)
-        chosen = choose_streamed(
-            _problem(uses, step_ms, link, allowed, budget, lookahead, bound(budget), least_pool_bytes)
-        )
-    streamed = sorted(chosen, key=lambda w: (min(uses[w][2]), w))
-    windows = windows_of([uses[w] for w in sorted(chosen)])
+    everything = budget is not None and budget >= total
+    known_ms = None if budget is None else bound(budget)
+    chosen = frozenset(large if budget is None else ())
+    transfers = None
+    if budget is not None and known_ms is not None and not everything:
+        allowed = _allowed(uses, large, small, budget, total, least_pool_bytes, steps)
+        if steady:
+            chosen, transfers, run = plan_steady(
+                uses, step_ms, link, allowed, budget, lookahead, least_pool_bytes, known_ms, late
+            )
+        else:
+            chosen = choose_streamed(
+                _problem(uses, step_ms, link, allowed, budget, lookahead, known_ms, least_pool_bytes)
+            )
     resident_bytes = total - sum(uses[w][1] for w in chosen)
-    if budget is None:
-        transfers = _smallest_pool(windows, step_ms, link, lookahead, least_pool_bytes if chosen else 0)
+    served = [uses[w] for w in sorted(chosen)]
+    floor = least_pool_bytes if chosen else 0
+    if steady:
+        if transfers is None:
+            transfers = smallest_steady_pool(served, step_ms, link, lookahead, floor)
+        run = simulate_steady(transfers, step_ms, link)
     else:
-        most = max(sum(w.nbytes for w in windows), least_pool_bytes if chosen else 0)
-        transfers = schedule(windows, min(budget - resident_bytes, most), lookahead)
-    run = simulate(verify_schedule(transfers, windows), step_ms, link)
+        windows = windows_of(served)
+        if budget is None:
+            transfers = _smallest_pool(windows, step_ms, link, lookahead, floor)
+        else:
+            most = max(sum(w.nbytes for w in windows), floor)
+            transfers = schedule(windows, min(budget - resident_bytes, most), lookahead)
+        run = simulate(verify_schedule(transfers, windows), step_ms, link)
+    predicted_ms = run.period_ms if isinstance(run, SteadyRun) else run.total_ms
     peak = resident_bytes + transfers.pool
-    everything = "the budget holds every weight" if budget is not None and budget >= total else None
+    if known_ms is None:
+        known_ms = bound(peak)
+    if steady:
+        known_ms = bound_steady(
+            uses, step_ms, link, movable, peak if budget is None else budget, known_ms, predicted_ms
+        )
     return Plan(
         resident=frozenset(key for w, (key, _, _) in enumerate(uses) if w not in chosen),
-        streamed=tuple(uses[w][0] for w in streamed),
+        streamed=tuple(uses[w][0] for w in sorted(chosen, key=lambda w: (min(uses[w][2]), w))),
         pool=transfers.pool,
         budget=budget,
         lookahead=lookahead,
         peak_bytes=peak,
         streamed_bytes=total - resident_bytes,
-        predicted_ms=run.total_ms,
+        predicted_ms=predicted_ms,
         predicted_stall_ms=run.stall_ms,
-        lower_bound_ms=min(bound(peak if budget is None else budget), run.total_ms),
+        lower_bound_ms=min(known_ms, predicted_ms),
         least_budget=least,
-        why=_reasons(uses, step_ms, link, fixed, threshold, everything, transfers, run),
+        why=reasons(
+            uses,
+            step_ms,
+            link,
+            fixed,
+            threshold,
+            "the budget holds every weight" if everything else None,
+            transfers.transfers,
+            run.transfers,
+            steady,
+        ),
+        objective=objective,
+        steady=transfers if isinstance(transfers, SteadySchedule) else None,
     )
 
 
@@ -172,21 +237,32 @@ def _check(uses: Uses, step_ms: Sequence[float], fixed: frozenset[str], lookahea
         raise ValueError(f"plan: lookahead must be at least 0 or None, found {lookahead}")
 
 
-def _least_budget(uses: Uses, streamed: Sequence[int], total: int, least_pool_bytes: int) -> int:
+def _least_budget(
+    uses: Uses, streamed: Sequence[int], total: int, least_pool_bytes: int, steady_steps: int | None = None
+) -> int:
     # Streaming one weight more frees its bytes and adds at most as many to the pool, so streaming all of them is the least.
-    windows = windows_of([uses[w] for w in sorted(streamed)])
-    freed = sum(uses[w][1] for w in streamed)
-    return min(total, total - freed + max(least_pool(windows), least_pool_bytes))
+    moved = [uses[w] for w in sorted(streamed)]
+    if steady_steps is None:
+        pool = least_pool(windows_of(moved))
+    else:
+        pool = least_steady_pool(circular_windows(moved, steady_steps), steady_steps)
+    return min(total, total - sum(nbytes for _, nbytes, _ in moved) + max(pool, least_pool_bytes))
 
 
 def _allowed(
-    uses: Uses, large: Sequence[int], small: Sequence[int], budget: int, total: int, least_pool_bytes: int
+    uses: Uses,
+    large: Sequence[int],
+    small: Sequence[int],
+    budget: int,
+    total: int,
+    least_pool_bytes: int,
+    steady_steps: int | None,
 ) -> list[int]:
     """`large` and the fewest of `small`, in its order, with which the budget can be met."""
     low, high = 0, len(small)
     while low < high:
         middle = (low + high) // 2
-        if _least_budget(uses, [*large, *small[:middle]], total, least_pool_bytes) <= budget:
+        if _least_budget(uses, [*large, *small[:middle]], total, least_pool_bytes, steady_steps) <= budget:
             high = middle
         else:
             low = middle + 1
@@ -254,50 +330,3 @@ def _refusal(uses: Uses, movable: Sequence[int], budget: int, least: int, total:
         key, nbytes, _ = max((uses[w] for w in movable), key=lambda use: use[1])
         text += f", the largest weight being {key!r} with {nbytes} ({format_bytes(nbytes)})"
     return text + "; raise the budget"
-
-
-def _reasons(
-    uses: Uses,
-    step_ms: Sequence[float],
-    link: Link,
-    fixed: frozenset[str],
-    threshold: int,
-    everything: str | None,
-    transfers: Schedule,
-    run: Run,
-) -> dict[str, str]:
-    clock = [0.0, *accumulate(step_ms)]
-    moves: dict[str, list[int]] = {}
-    for at, transfer in enumerate(transfers.transfers):
-        moves.setdefault(transfer.key, []).append(at)
-
-    def streamed(at: Sequence[int]) -> str:
-        times = "streamed" if len(at) == 1 else f"streamed {len(at)} times"
-        worst = max(at, key=lambda i: run.transfers[i].stall_ms)
-        move, stall = transfers.transfers[worst], run.transfers[worst].stall_ms
-        if stall > 0:
-            return f"{times}: step {move.first_use} waits {stall:.3f} ms for it"
-        if move.issue_at == move.first_use:
-            return f"{times}: its copy takes no time"
-        begin, end = move.issue_at, move.first_use - 1
-        return (
-            f"{times}: hidden behind step {end}" if begin == end else f"{times}: hidden behind steps {begin} to {end}"
-        )
-
-    def resident(key: str, nbytes: int, steps: Sequence[int]) -> str:
-        if key in fixed:
-            return "required to stay"
-        if not nbytes:
-            return "empty"
-        if everything:
-            return everything
-        if nbytes < threshold:
-            return f"{format_bytes(nbytes)} costs more to move than to keep"
-        if link.copy_ms(nbytes) > clock[min(steps)]:
-            return f"used in step {min(steps)}, too early for its first copy to hide"
-        return f"within the budget, which saves a copy of {link.copy_ms(nbytes):.3f} ms"
-
-    return {
-        key: streamed(moves[key]) if key in moves else f"resident: {resident(key, nbytes, steps)}"
-        for key, nbytes, steps in uses
-    }

@@ -166,8 +166,10 @@ class Report:
                 f"  measured    {measured.total_ms:.1f} ms a call, {measured.stall_ms:.1f} ms of it stalled ({measured.source})"
             )
         for graph in self.graphs:
-            lines.append(f"  graph       {graph.name}: {len(graph.schedule.transfers)} transfers, "
-                         f"peak {format_bytes(graph.schedule.peak_bytes)}, passes {graph.pass_seconds * 1e3:.0f} ms")
+            lines.append(
+                f"  graph       {graph.name}: {len(graph.schedule.transfers)} transfers, "
+                f"peak {format_bytes(graph.schedule.peak_bytes)}, passes {graph.pass_seconds * 1e3:.0f} ms"
+            )
         if stats is not None:
             rate = f"{stats.bandwidth / 1e6:.2f} GB/s" if stats.bandwidth else "no reads yet"
             lines.append(
@@ -184,7 +186,13 @@ class Report:
 
     def _units(self) -> str:
         rows = [
-            (u.path or "(root)", str(u.weights), format_bytes(u.nbytes), format_bytes(u.streamed_bytes), f"{u.stall_ms:.1f}")
+            (
+                u.path or "(root)",
+                str(u.weights),
+                format_bytes(u.nbytes),
+                format_bytes(u.streamed_bytes),
+                f"{u.stall_ms:.1f}",
+            )
             for u in self.units
         ]
         return format_table(("unit", "weights", "bytes", "streamed", "stall ms"), rows)

@@ -28,14 +28,19 @@ def _process(pid: int, timeline: Timeline) -> list[dict[str, Any]]:
     for lane in range(max(lane_of, default=0) + 1):
         tracks[_TRANSFERS + lane] = "transfers" if lane == 0 else f"transfers {lane + 1}"
     title = f"{timeline.provenance}: {timeline.name} ({timeline.source})"
-    events = [_named("process_name", pid, 0, title), {**_meta("process_sort_index", pid, 0), "args": {"sort_index": pid}}]
+    events = [
+        _named("process_name", pid, 0, title),
+        {**_meta("process_sort_index", pid, 0), "args": {"sort_index": pid}},
+    ]
     for tid, name in tracks.items():
         events.append(_named("thread_name", pid, tid, name))
         events.append({**_meta("thread_sort_index", pid, tid), "args": {"sort_index": tid}})
     for span in timeline.compute:
         events.append(_span(pid, _COMPUTE, span.label, span.start_ms, span.end_ms, "compute", {}))
     for stall in timeline.stalls:
-        events.append(_span(pid, _STALLS, f"stall: {stall.key}", stall.start_ms, stall.end_ms, "stall", {"key": stall.key}))
+        events.append(
+            _span(pid, _STALLS, f"stall: {stall.key}", stall.start_ms, stall.end_ms, "stall", {"key": stall.key})
+        )
     for lane, move in zip(lane_of, timeline.transfers, strict=True):
         arguments = {"unit": move.unit, "bytes": move.nbytes}
         events.append(_span(pid, _TRANSFERS + lane, move.key, move.start_ms, move.end_ms, "transfer", arguments))
@@ -46,7 +51,9 @@ def _process(pid: int, timeline: Timeline) -> list[dict[str, Any]]:
     if timeline.budget_bytes is not None:
         for ms in (0.0, timeline.total_ms):
             arguments = {"bytes": timeline.budget_bytes}
-            events.append({"name": "budget (bytes)", "ph": "C", "pid": pid, "tid": 0, "ts": ms * _US, "args": arguments})
+            events.append(
+                {"name": "budget (bytes)", "ph": "C", "pid": pid, "tid": 0, "ts": ms * _US, "args": arguments}
+            )
     return events
 
 

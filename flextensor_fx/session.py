@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ._sources import nbytes as bytes_of
 from ._sources import storage_key
 from .candidates import Candidate, Roots, find_candidates
 from .config import OffloadConfig
@@ -301,16 +302,20 @@ def _facts(
 ) -> tuple[dict[str, str], dict[str, int], dict[str, str]]:
     """By name of each selected weight: its unit, its bytes, and why it stays resident if it must."""
     unit_of = {c.name: c.unit for c in candidates}
-    nbytes = {c.name: c.parameter.numel() * c.parameter.element_size() for c in candidates}
+    nbytes = {c.name: bytes_of(c.parameter) for c in candidates}
     fixed = {c.name: c.stays for c in candidates if c.stays is not None}
     return unit_of, nbytes, fixed | {name: why for name, why in stays.items() if name in nbytes}
+
+
+def _shape(parameter: Tensor) -> tuple[int, ...] | None:
+    return None if nn.parameter.is_lazy(parameter) else tuple(parameter.shape)
 
 
 def _signature(roots: Roots) -> object:
     """What a selection and a plan hang on: names, shapes, dtypes and ties; not the tensors themselves."""
     first: dict[object, str] = {}
     return tuple(
-        (name, p.shape, p.dtype, p.device, first.setdefault(storage_key(p), name))
+        (name, _shape(p), p.dtype, p.device, first.setdefault(storage_key(p), name))
         for name, slot in roots.slots().items()
         for p in [slot.parameter]
     )
@@ -375,7 +380,7 @@ def _complete(costs: Costs, nbytes: Mapping[str, int]) -> Costs:
 def _fingerprint(roots: Roots, candidates: Sequence[Candidate]) -> str:
     """The same for the same model in every process, so that a compile cache made by one serves the next."""
     names = "-".join(type(module).__name__ for module in roots.modules.values())
-    text = "\n".join(f"{c.name} {tuple(c.parameter.shape)} {c.parameter.dtype}" for c in candidates)
+    text = "\n".join(f"{c.name} {_shape(c.parameter)} {c.parameter.dtype}" for c in candidates)
     return f"{names}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 

@@ -205,7 +205,9 @@ def predicted_timeline(
         stalled += timing.stall_ms
     shift = list(accumulate(stall_before))
     spans = [
-        ComputeSpan(clock[i] + shift[i], clock[i + 1] + shift[i], label) for i, label in enumerate(labels) if step_ms[i] > 0
+        ComputeSpan(clock[i] + shift[i], clock[i + 1] + shift[i], label)
+        for i, label in enumerate(labels)
+        if step_ms[i] > 0
     ]
     ends = [0.0, *(clock[i + 1] + shift[i] for i in range(len(step_ms)))]  # ends[i]: step i - 1 has finished
     changes = [(ends[t.issue_at], t.nbytes) for t in schedule.transfers]
@@ -229,14 +231,15 @@ def joined(spans: Iterable[ComputeSpan]) -> tuple[ComputeSpan, ...]:
 
 
 def levels(changes: Iterable[tuple[float, int]], resident_bytes: int) -> tuple[Level, ...]:
-    """The memory that (ms, bytes taken or, below 0, given back) amount to; at one moment, giving back comes first."""
+    """The memory that (ms, bytes taken or, below 0, given back) amount to."""
+    by_time: defaultdict[float, int] = defaultdict(int, {0.0: 0})
+    for ms, change in changes:
+        by_time[ms] += change
     now = resident_bytes
-    found = [Level(0.0, now)]
-    for ms, change in sorted(changes):
-        now += change
-        if ms == found[-1].ms:
-            found[-1] = Level(ms, now)
-        elif now != found[-1].nbytes:
+    found: list[Level] = []
+    for ms in sorted(by_time):
+        now += by_time[ms]
+        if not found or now != found[-1].nbytes:
             found.append(Level(ms, now))
     return tuple(found)
 

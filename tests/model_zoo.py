@@ -101,7 +101,14 @@ def _clip() -> tuple[nn.Module, Inputs]:
     from transformers import CLIPConfig, CLIPModel
 
     part = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4}
-    text = {**part, "vocab_size": 96, "max_position_embeddings": 16, "eos_token_id": 95, "bos_token_id": 94, "pad_token_id": 1}
+    text = {
+        **part,
+        "vocab_size": 96,
+        "max_position_embeddings": 16,
+        "eos_token_id": 95,
+        "bos_token_id": 94,
+        "pad_token_id": 1,
+    }
     config = CLIPConfig(text_config=text, vision_config={**part, "image_size": 16, "patch_size": 4}, projection_dim=32)
     return CLIPModel(config), {"input_ids": _ids(), "pixel_values": torch.randn(2, 3, 16, 16)}
 

@@ -1,6 +1,7 @@
 import gc
 import mmap
 import threading
+from collections import deque
 
 import numpy as np
 import pytest
@@ -99,6 +100,23 @@ def test_lowering_the_limit_hands_pages_back_to_the_system():
     arena.set_limit(64 * PAGE)
     again = take(arena, 64 * PAGE)
     assert int(np.count_nonzero(again.array)) == 8 * PAGE
+
+
+def test_every_call_needs_as_many_fresh_pages_as_the_first():
+    sizes = [4, 2, 2, 4, 11, 11, 11] * 8
+    arena = Arena(23 * PAGE)
+    layouts = []
+    for _ in range(4):
+        held: deque[Block] = deque()
+        layout = []
+        for size in sizes:
+            while sum(len(block.array) for block in held) + size * PAGE > 23 * PAGE:
+                held.popleft()
+            held.append(take(arena, size * PAGE))
+            layout.append(held[-1].address)
+        held.clear()
+        layouts.append(layout)
+    assert layouts[1] == layouts[2] == layouts[3]
 
 
 def test_given_up_blocks_do_not_count():
@@ -212,3 +230,13 @@ def test_blocks_never_overlap_and_the_limit_holds(limit: int, steps: list[tuple[
     held.clear()
     stats = arena.stats()
     assert stats.live_bytes == stats.given_up_bytes == 0
+
+
+def test_a_limit_that_is_no_whole_page_is_trimmed_in_whole_pages() -> None:
+    arena = Arena(4 * 4096 + 1)
+    blocks = [arena.take(4096) for _ in range(4)]
+    assert all(blocks)
+    blocks.clear()
+    for limit in (2 * 4096 + 1, 4097, 1):
+        arena.set_limit(limit)
+        assert arena.stats().touched_bytes <= limit

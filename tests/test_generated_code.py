@@ -21,7 +21,7 @@ from compiling import assert_equal, fresh_compiler, stream
 __all__ = ["fresh_compiler"]
 
 _CALL = re.compile(
-    r"(?:(?P<result>buf\d+) = )?torch\.ops\.flextensor_fx\.(?P<op>\w+)\.default\((?:(?P<weight>buf\d+), )?'\w+-\w+:(?P<key>[\w.]+)'"
+    r"torch\.ops\.flextensor_fx\.(?P<op>\w+)\.default\((?:(?P<weight>buf\d+), )?'\w+-\w+:(?P<key>[\w.]+)'"
     r"|(?P<product>extern_kernels\.\w*mm\()|(?P<fused>cpp_fused\w*\()"
 )
 

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import checkpoint
 
 import flextensor_fx
 from compiling import Inner, assert_equal, counts_of, fresh_compiler, mlp, resident, session_of, stream, streamed_names
-from flextensor_fx.errors import GradientError
+from flextensor_fx.errors import BudgetError, GradientError
 from flextensor_fx.gradients import GradientWarning
 
 __all__ = ["fresh_compiler"]
@@ -79,9 +80,9 @@ def test_no_streamed_weight_is_saved_for_the_backward(inner: Inner, recompute: b
     saved = saved_shapes(out)
     assert (24, 24) not in saved, saved
     session = session_of(model)
-    backwards = [graph for graph in session.graphs if graph.name.startswith("backward")]
     before = session.engine.stats().transfers
     out.sum().backward()
+    backwards = [graph for graph in session.graphs if graph.name.startswith("backward")]
     assert len(backwards) == 1
     assert session.engine.stats().transfers - before == len(backwards[0].schedule.transfers) > 0
 
@@ -183,3 +184,30 @@ def test_gradients_of_the_input_alone_and_twice_through_one_graph() -> None:
     assert_equal(actual, expected)
 
 
+
+
+class Fanned(nn.Module):
+    """Forward needs one weight at a time; the gradient of x is one fused sum over all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.ParameterList(torch.randn(64, 64) for _ in range(3)).requires_grad_(False)
+        self.heads = nn.ModuleList(nn.Linear(64, 2) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(head(x * w) for head, w in zip(self.heads, self.w, strict=True))
+
+
+def test_a_backward_that_needs_more_weights_at_once_than_the_forward() -> None:
+    model, x = Fanned(), torch.randn(64, 64)
+    expected = step(model, x)(resident(model, inner="inductor"))
+    one = 64 * 64 * 4
+    try:
+        actual = step(model, x)(stream(model, inner="inductor", include=["w"], budget=one))
+    except BackendCompilerFailed as caught:
+        error = caught.inner_exception
+        assert isinstance(error, BudgetError)
+        torch._dynamo.reset()
+        actual = step(model, x)(stream(model, inner="inductor", include=["w"], budget=error.least))
+        assert flextensor_fx.report(model).peak_bytes <= error.least
+    assert_equal(actual, expected)

@@ -269,3 +269,64 @@ def test_parameters_of_any_dtype_keep_their_bytes(dtype: torch.dtype) -> None:
     stored = model.state_dict()["value"]
     assert stored.dtype == dtype
     assert torch.equal(stored.contiguous().view(torch.uint8), value.view(torch.uint8))
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="every new Parameter object costs a recompile, so Dynamo's limit ends it; in-place writes cost none",
+)
+def test_parameters_replaced_more_often_than_dynamo_recompiles() -> None:
+    model, x = frozen(), torch.randn(2, 16)
+    compiled = stream(model)
+    compiled(x)
+    for _ in range(torch._dynamo.config.recompile_limit + 1):
+        model[0].weight = nn.Parameter(torch.randn(16, 16), requires_grad=False)
+        compiled(x)
+
+
+# --- modules replaced after the first call -----------------------------------------------------------------------------
+
+
+def test_an_adapter_put_around_a_streamed_layer() -> None:
+    class Adapter(nn.Module):
+        def __init__(self, base_layer: nn.Linear) -> None:
+            super().__init__()
+            self.base_layer = base_layer
+            self.down, self.up = nn.Linear(16, 2, bias=False), nn.Linear(2, 16, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.base_layer(x) + self.up(self.down(x))
+
+    model, x = frozen(), torch.randn(2, 16)
+    compiled = stream(model)
+    plain = compiled(x)
+    original = model[0]
+    model[0] = Adapter(original).requires_grad_(False)
+    assert_equal(compiled(x), resident(copy.deepcopy(model))(x))
+    assert {"0.base_layer.weight", "0.down.weight"} <= streamed_names(model)
+    model[0] = original
+    assert_equal(compiled(x), plain)
+    flextensor_fx.release(model)
+    assert_equal(resident(model)(x), plain)
+
+
+def test_a_tie_that_is_undone_and_one_that_is_made() -> None:
+    model, x = tied(), torch.randn(2, 8)
+    compiled = stream(model)
+    compiled(x)
+    model[2].weight = nn.Parameter(torch.randn(8, 8), requires_grad=False)
+    assert_equal(compiled(x), resident(copy.deepcopy(model))(x))
+    assert len(flextensor_fx.report(model).selection.weights) == 2
+    model[0].weight = model[2].weight
+    assert_equal(compiled(x), resident(copy.deepcopy(model))(x))
+    assert len(flextensor_fx.report(model).selection.weights) == 1
+
+
+def test_a_replaced_parameter_is_put_back() -> None:
+    model, x = frozen(), torch.randn(2, 16)
+    compiled = stream(model)
+    expected, original = compiled(x), model[0].weight
+    model[0].weight = nn.Parameter(torch.randn(16, 16), requires_grad=False)
+    assert not torch.equal(compiled(x), expected)
+    model[0].weight = original
+    assert_equal(compiled(x), expected)

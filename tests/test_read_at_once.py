@@ -82,7 +82,7 @@ def test_errors_are_raised_by_finish(engine: Engine, tmp_path: Path):
 
 def test_a_test_delay_holds_them_up_too(tmp_path: Path):
     store = Store.create(SessionDir(tmp_path), [spec_of("a", torch.ones(3))])
-    engine = Engine("u", store, 4096, delay_ms=20)
+    engine = Engine("u", store, 4096, delay_ms=500)
     store.write("a", torch.ones(3))
     transfer = engine.start("a")
     assert not transfer.arrived

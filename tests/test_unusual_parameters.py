@@ -228,3 +228,19 @@ def test_old_style_weight_norm() -> None:
     x = torch.randn(2, 8)
     expected = resident(model, inner="eager", fullgraph=False)(x)
     assert_equal(stream(model, inner="eager", fullgraph=False)(x), expected)
+
+
+@pytest.mark.parametrize("offload_first", [False, True])
+def test_lazy_parameters_are_taken_up_once_they_have_a_shape(offload_first: bool) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.LazyLinear(4)), torch.randn(2, 8)
+    if offload_first:
+        flextensor_fx.offload(model, {"include_patterns": ["**"], "min_stream_bytes": 0, "inner_backend": "aot_eager"})
+        assert {name for name, _ in flextensor_fx.report(model).stays} == {"1.weight", "1.bias"}
+        model(x)
+    compiled = stream(model)
+    with torch.no_grad():
+        actual = compiled(x)
+        assert_equal(compiled(x), actual)
+        assert streamed_names(model) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+        flextensor_fx.release(model)
+        assert_equal(resident(model)(x), actual)

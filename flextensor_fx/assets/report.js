@@ -2,7 +2,7 @@
 // Draws the timelines of the report. All text goes to the page as text, never as markup.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const GUTTER = 82, RIGHT = 10, LANE = 26, MEMORY = 96, AXIS = 20, GAP = 8, SMALL = 3;
+  const GUTTER = 82, RIGHT = 10, LANE = 26, MEMORY = 72, AXIS = 20, GAP = 8, SMALL = 3;
   const full = Math.max(1e-6, ...data.timelines.map((t) => t.total));
   let view = [0, full], chosen = -1, hover = null, drag = null, frame = 0, color = {};
   const tip = document.getElementById("tip");
@@ -28,15 +28,25 @@
     return memory[Math.max(0, low - 1)][1];
   };
 
+  for (const t of data.timelines) t.peak = t.memory.reduce((most, m) => Math.max(most, m[1]), 0);
+  const most = Math.max(1, ...data.timelines.map((t) => t.peak));
   const panels = data.timelines.map((t, index) => {
     const canvas = document.getElementById("timeline-" + index);
     const lanes = [];
     for (const span of t.transfers) (lanes[span[5]] ||= []).push(span);
     const depth = Math.max(1, lanes.length), top = 2;
-    const computeAt = top + LANE + (depth - 1) * 14 + GAP, memoryAt = computeAt + LANE + GAP;
-    return { t, canvas, lanes, depth, top, computeAt, memoryAt, height: memoryAt + MEMORY + AXIS };
+    const computeAt = top + LANE + (depth - 1) * 14 + GAP, memoryAt = computeAt + LANE + 22;
+    // Beside large residents the streamed weights are a thin line: a chart of their own shows what the budget leaves them.
+    const charts = [{ y: memoryAt, from: 0, name: "memory", what: "budget" }];
+    if (t.resident > most / 4 && t.transfers.length)
+      charts.push({ y: memoryAt + MEMORY + 20, from: t.resident, name: "streamed", what: "the budget leaves" });
+    for (const chart of charts) {
+      const top = data.timelines.map((o) => Math.max(o.budget ?? 0, o.peak) - (chart.from && o.resident));
+      chart.most = Math.max(1, ...top) * 1.03;
+    }
+    const base = charts.at(-1).y + MEMORY;
+    return { t, canvas, lanes, depth, top, computeAt, memoryAt, charts, base, height: base + AXIS };
   });
-  const most = Math.max(1, ...data.timelines.flatMap((t) => [t.budget ?? 0, ...t.memory.map((m) => m[1])])) * 1.08;
 
   const redraw = () => { frame ||= requestAnimationFrame(() => { frame = 0; panels.forEach(draw); }); };
   const scale = (p) => {
@@ -60,26 +70,33 @@
     const text = (words, x, y, tint, align = "left") => { g.fillStyle = tint; g.textAlign = align; g.fillText(words, x, y); };
     text("transfers", GUTTER - 8, p.top + (p.computeAt - GAP - p.top) / 2, color.soft, "right");
     text("compute", GUTTER - 8, p.computeAt + LANE / 2, color.soft, "right");
-    text("memory", GUTTER - 8, p.memoryAt + MEMORY / 2, color.soft, "right");
+    for (const chart of p.charts) text(chart.name, GUTTER - 8, chart.y + MEMORY / 2, color.soft, "right");
     axis(g, p, s, text);
     g.save();
     g.beginPath(); g.rect(GUTTER, 0, s.width, p.height); g.clip();
-    memory(g, p, s);
+    for (const chart of p.charts) memory(g, p, s, chart);
     p.lanes.forEach((lane, n) => row(g, lane, s, p.top + n * laneHeight, laneHeight - (p.depth > 1 ? 1 : 0), "transfer", 2));
     row(g, p.t.compute, s, p.computeAt, LANE, "compute", 2);
     stalls(g, p, s);
-    if (hover) { g.fillStyle = color.faint; g.fillRect(Math.round(s.x(hover.at)), 0, 1, p.memoryAt + MEMORY); }
+    if (hover) { g.fillStyle = color.faint; g.fillRect(Math.round(s.x(hover.at)), 0, 1, p.base); }
     if (drag) {
       g.globalAlpha = 0.18; g.fillStyle = color.transfer;
-      g.fillRect(s.x(Math.min(...drag)), 0, Math.abs(s.x(drag[1]) - s.x(drag[0])), p.memoryAt + MEMORY);
+      g.fillRect(s.x(Math.min(...drag)), 0, Math.abs(s.x(drag[1]) - s.x(drag[0])), p.base);
       g.globalAlpha = 1;
     }
     g.restore();
-    if (p.t.budget !== null) {
-      const y = level(p, p.t.budget), words = "budget " + bytes(p.t.budget), room = g.measureText(words).width + 8;
-      g.fillStyle = color.card; g.globalAlpha = 0.85; g.fillRect(wide - RIGHT - room, y + 3, room, 15); g.globalAlpha = 1;
-      text(words, wide - RIGHT - 4, y + 11, color.budget, "right");
-    }
+    if (p.t.budget !== null)
+      for (const chart of p.charts) {
+        const words = `${chart.what} ${bytes(p.t.budget - chart.from)}`, y = level(chart, p.t.budget) - 8;
+        const room = g.measureText(words).width + 6;
+        g.fillStyle = color.card; g.fillRect(wide - RIGHT - room, y - 7, room, 13); // the grid would run through the words
+        text(words, wide - RIGHT, y, color.budget, "right");
+      }
+  }
+
+  function cover(pixels, a, b, weight) {
+    for (let px = Math.max(0, Math.floor(a)); px <= b && px < pixels.length; px++)
+      pixels[px] += weight * Math.max(0, Math.min(b, px + 1) - Math.max(a, px));
   }
 
   // Spans wide enough to be told apart are drawn one by one; the others as a density, so that a thousand units stay readable.
@@ -90,9 +107,7 @@
       const span = spans[i], a = s.x(span[0]), b = s.x(span[1]), unit = span[unitAt], on = chosen < 0 || unit === chosen;
       if (b - a < SMALL) {
         dense = true;
-        const into = on ? strong : density;
-        for (let px = Math.floor(a - GUTTER); px <= Math.floor(b - GUTTER); px++)
-          if (px >= 0 && px < into.length) into[px] += Math.max(0, Math.min(b - GUTTER, px + 1) - Math.max(a - GUTTER, px));
+        cover(on ? strong : density, a - GUTTER, b - GUTTER, 1);
         continue;
       }
       const left = Math.max(a, GUTTER - 2), right = Math.min(b, GUTTER + s.width + 2);
@@ -129,9 +144,10 @@
   }
 
   function stalls(g, p, s) {
-    const spans = p.t.stalls;
+    const spans = p.t.stalls, density = new Float32Array(Math.ceil(s.width) + 2);
     for (let i = firstAfter(spans, view[0]); i < spans.length && spans[i][0] < view[1]; i++) {
-      const a = s.x(spans[i][0]), b = Math.max(a + 1.5, s.x(spans[i][1])), on = chosen < 0 || spans[i][2] === chosen;
+      const a = s.x(spans[i][0]), b = s.x(spans[i][1]), on = chosen < 0 || spans[i][2] === chosen;
+      if (b - a < SMALL) { cover(density, a - GUTTER, b - GUTTER, on ? 1 : 0.3); continue; }
       g.globalAlpha = on ? 1 : 0.3;
       g.fillStyle = b - a >= 8 ? color["stall-soft"] : color.stall;
       g.fillRect(a, p.computeAt, b - a, LANE);
@@ -147,20 +163,31 @@
         g.restore();
       }
     }
+    // Short stalls keep their true share of the lane; the strip below it shows that they are there at all.
+    g.fillStyle = color.stall;
+    for (let px = 0; px < density.length; px++) {
+      if (!density[px]) continue;
+      g.globalAlpha = Math.min(1, density[px]);
+      g.fillRect(GUTTER + px, p.computeAt, 1, LANE);
+      g.globalAlpha = Math.min(1, 0.3 + density[px]);
+      g.fillRect(GUTTER + px, p.computeAt + LANE + 1, 1, 4);
+    }
     g.globalAlpha = 1;
   }
 
-  const level = (p, n) => p.memoryAt + MEMORY - n / most * MEMORY;
+  const level = (chart, n) => chart.y + MEMORY - Math.max(0, n - chart.from) / chart.most * MEMORY;
 
-  function memory(g, p, s) {
-    const base = p.memoryAt + MEMORY, end = Math.min(s.x(p.t.total), GUTTER + s.width + 2);
+  function memory(g, p, s, chart) {
+    const base = chart.y + MEMORY, end = Math.min(s.x(p.t.total), GUTTER + s.width + 2), resident = level(chart, p.t.resident);
     g.fillStyle = color.resident;
-    g.fillRect(s.x(0), level(p, p.t.resident), end - s.x(0), base - level(p, p.t.resident));
+    g.fillRect(s.x(0), resident, end - s.x(0), base - resident);
+    g.fillStyle = color.line;
+    g.fillRect(GUTTER, base, s.width, 1);
     g.fillStyle = color.streamed;
     // One rectangle per pixel column or per level, whichever is fewer: the highest level within a column counts.
     let column = -1, highest = 0;
     const flush = () => { if (column >= 0) bar(column, column + 1, highest); column = -1; highest = 0; };
-    const bar = (a, b, n) => { const y = level(p, Math.max(n, p.t.resident)); g.fillRect(a, y, b - a, level(p, p.t.resident) - y); };
+    const bar = (a, b, n) => { const y = level(chart, Math.max(n, p.t.resident)); g.fillRect(a, y, b - a, resident - y); };
     for (let i = 0; i < p.t.memory.length; i++) {
       const a = s.x(p.t.memory[i][0]), b = i + 1 < p.t.memory.length ? s.x(p.t.memory[i + 1][0]) : end;
       if (b < GUTTER || a > GUTTER + s.width) continue;
@@ -171,20 +198,20 @@
     flush();
     if (p.t.budget !== null) {
       g.strokeStyle = color.budget; g.lineWidth = 1.5; g.setLineDash([6, 4]); g.beginPath();
-      g.moveTo(GUTTER, level(p, p.t.budget)); g.lineTo(GUTTER + s.width, level(p, p.t.budget)); g.stroke(); g.setLineDash([]);
+      g.moveTo(GUTTER, level(chart, p.t.budget)); g.lineTo(GUTTER + s.width, level(chart, p.t.budget)); g.stroke();
+      g.setLineDash([]);
     }
   }
 
   function axis(g, p, s, text) {
     const wanted = (view[1] - view[0]) / Math.max(2, s.width / 90), power = 10 ** Math.floor(Math.log10(wanted));
-    const step = power * [1, 2, 5, 10].find((f) => f * power >= wanted), base = p.memoryAt + MEMORY;
+    const step = power * [1, 2, 5, 10].find((f) => f * power >= wanted), base = p.base;
     const digits = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
     for (let n = Math.ceil(view[0] / step - 1e-9); n * step <= view[1] * (1 + 1e-9); n++) {
       const x = Math.round(s.x(n * step));
       g.fillStyle = color.line; g.fillRect(x, 0, 1, base + 3);
       text((n * step).toFixed(Math.min(9, digits)) + (n === Math.ceil(view[0] / step - 1e-9) ? " ms" : ""), x, base + 12, color.faint, "center");
     }
-    g.fillStyle = color.line; g.fillRect(GUTTER, base, s.width, 1);
     if (s.x(p.t.total) < GUTTER + s.width - 2) { g.fillStyle = color.text; g.fillRect(s.x(p.t.total), 0, 1.5, base); }
   }
 
@@ -214,20 +241,15 @@
     clampView(about - (about - view[0]) * factor, about + (view[1] - about) * factor);
   const pan = (share) => clampView(view[0] + share * (view[1] - view[0]), view[1] + share * (view[1] - view[0]));
 
-  function choose(unit, scroll) {
-    chosen = unit === chosen ? -1 : unit;
-    document.querySelectorAll("#units tr.chosen").forEach((r) => r.classList.remove("chosen"));
-    const found = chosen >= 0 && document.querySelector(`#units tr[data-unit="${chosen}"]`);
-    if (found) {
-      found.classList.add("chosen");
-      const box = found.closest(".scroll");
-      if (scroll) box.scrollTop = found.offsetTop - box.clientHeight / 2;
-    }
+  // The table of units is a script of its own: both sides tell each other what was chosen by an event.
+  const choose = (unit) => document.dispatchEvent(new CustomEvent("unit", { detail: unit === chosen ? -1 : unit }));
+  document.addEventListener("unit", (e) => {
+    chosen = e.detail;
     const clear = document.getElementById("clear");
     clear.hidden = chosen < 0;
-    clear.textContent = chosen < 0 ? "" : `${data.units[chosen]} ✕`;
+    clear.textContent = chosen < 0 ? "" : `${data.units[chosen]} \u2715`;
     redraw();
-  }
+  });
 
   for (const p of panels) {
     const c = p.canvas, where = (e) => { const box = c.getBoundingClientRect(); return [e.clientX - box.left, e.clientY - box.top]; };
@@ -248,7 +270,7 @@
       const range = drag, [x, y] = where(e), s = scale(p);
       drag = null;
       if (range && Math.abs(s.x(range[1]) - s.x(range[0])) > 4) clampView(Math.min(...range), Math.max(...range));
-      else { const unit = find(p, x, y).unit; if (unit >= 0) choose(unit, true); }
+      else { const unit = find(p, x, y).unit; if (unit >= 0) choose(unit); }
       redraw();
     });
     c.addEventListener("pointercancel", () => { drag = null; redraw(); });
@@ -269,18 +291,5 @@
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   new ResizeObserver(redraw).observe(document.body);
 
-  const body = document.querySelector("#units tbody");
-  body.addEventListener("click", (e) => { const r = e.target.closest("tr"); if (r?.dataset.unit) choose(Number(r.dataset.unit), false); });
-  document.getElementById("filter").addEventListener("input", (e) => {
-    const wanted = e.target.value.toLowerCase();
-    for (const r of body.rows) r.hidden = !r.cells[0].textContent.toLowerCase().includes(wanted);
-  });
-  document.querySelectorAll("#units th[data-column]").forEach((th) => th.querySelector("button").addEventListener("click", () => {
-    const down = th.getAttribute("aria-sort") !== "descending" && !(th.dataset.column === "0" && th.getAttribute("aria-sort") !== "ascending");
-    document.querySelectorAll("#units th[aria-sort]").forEach((other) => other.removeAttribute("aria-sort"));
-    th.setAttribute("aria-sort", down ? "descending" : "ascending");
-    const column = Number(th.dataset.column), value = (r) => Number(r.cells[column].dataset.v ?? -1);
-    body.append(...[...body.rows].sort((a, b) => (down ? value(b) - value(a) : value(a) - value(b))));
-  }));
   redraw();
 })();

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 import weakref
@@ -17,6 +18,8 @@ from flextensor_fx.runtime.container import ALIGN, round_up
 
 _LEAST_REGION = 64 << 20
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+_HUGE_PAGE = 2 << 20
+_LEAST_HUGE = 32 << 20  # A block may fault in up to two huge pages more than it needs: too much for a small arena.
 
 
 class Block(NamedTuple):
@@ -112,8 +115,7 @@ class Arena:
                     self._peak_touched = touched
             if self._live > self._peak_live:
                 self._peak_live = self._live
-            region = self._region(start)
-            array = np.frombuffer(region.map, np.uint8, size, start - region.start)
+            array = self._region(start).array(start, size)
             ref = _Ref(array, self._on_gone)
             ref.start, ref.size, ref.given_up = start, size, False
             self._blocks[start] = ref
@@ -138,6 +140,7 @@ class Arena:
         """Change the limit; free pages beyond it go back to the system at once, taken blocks when they return."""
         with self._lock:
             self._limit = limit
+            self._prefer_huge_pages()
             self._drain()
             self._trim()
 
@@ -161,6 +164,8 @@ class Arena:
             self._loose.setdefault(ref.size, []).append(ref.start)
             self._loose_bytes += ref.size
         self._trim()
+        if not self._blocks:
+            self._gather()
 
     def _touched(self) -> int:
         return self._live + self._given_up + self._loose_bytes + self._warm.total
@@ -179,25 +184,52 @@ class Arena:
         self._merge()
         while excess > 0:
             start, size = self._warm.pop_least()
-            part = min(size, excess)
+            part = min(size, round_up(excess))  # the system takes whole pages back, and refuses parts
             if part < size:
                 self._warm.add(start + part, size - part)
-            region = self._region(start)
-            region.map.madvise(mmap.MADV_DONTNEED, start - region.start, part)
-            self._cold.add(start, part)
+            self._forget(start, part)
             excess -= part
+
+    def _forget(self, start: int, size: int) -> None:
+        self._region(start).forget(start, size)
+        self._cold.add(start, size)
+
+    def _gather(self) -> None:
+        # Nothing is taken, so a call is over. Splits that one call leaves behind make the next one split more, until most of
+        # its blocks need fresh pages; if each begins with the same whole extent, all of them run like the first.
+        self._merge()
+        home = self._regions[0]
+        end = home.start + self._limit // ALIGN * ALIGN
+        if self._warm.count < 2 or end > home.start + home.size:
+            return
+        extents = self._warm.items()
+        self._warm = _Extents()
+        for start, size in extents:
+            if start + size > end or start < home.start:
+                begin = max(start, end) if start >= home.start else start
+                self._forget(begin, start + size - begin)
+        self._cold.cut(home.start, end)
+        self._warm.add(home.start, end - home.start)
 
     def _take_cold(self, size: int) -> int:
         run = self._warmest_run(size)
         if run is None:
             region = _Region(max(_LEAST_REGION, 2 * round_up(self._limit)), size)
             self._regions.append(region)
+            self._prefer_huge_pages()
             self._cold.add(region.start, region.size)
             run = (region.start, region.size)
         start = run[0]
         for extents in (self._warm, self._cold):
             extents.cut(start, start + size)
         return start
+
+    def _prefer_huge_pages(self) -> None:
+        # A direct read into pages that are not contiguous is split into requests of a few hundred KB, and was seen to reach
+        # half of the disk's bandwidth.
+        if self._limit >= _LEAST_HUGE:
+            for region in self._regions:
+                region.prefer_huge_pages()
 
     def _warmest_run(self, size: int) -> tuple[int, int] | None:
         """Fresh pages with the used free pages on both sides of them: fragments are reused, not faulted in anew."""
@@ -237,14 +269,33 @@ class _Region:
             try:
                 flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
                 # One page more than is ever used: free blocks of two neighbouring regions would else merge across the seam.
-                self.map = mmap.mmap(-1, size + ALIGN, flags=flags)
+                self.map = mmap.mmap(-1, size + _HUGE_PAGE + ALIGN, flags=flags)
                 break
             except OSError as error:
                 if size == least:
                     raise MemoryError(f"no address space for a block of {least} bytes: {error}") from error
                 size = max(least, round_up(size // 2))
         self.size = size
-        self.start: int = np.frombuffer(self.map, np.uint8).__array_interface__["data"][0]
+        address: int = np.frombuffer(self.map, np.uint8).__array_interface__["data"][0]
+        self.offset = -address % _HUGE_PAGE
+        self.start = address + self.offset
+        self._huge = False
+
+    def array(self, start: int, size: int) -> np.ndarray:
+        """The bytes from address `start` on. Its base is the map itself, so that views of it keep this very array alive."""
+        return np.frombuffer(self.map, np.uint8, size, self.offset + start - self.start)
+
+    def forget(self, start: int, size: int) -> None:
+        """Hands pages back to the system."""
+        self.map.madvise(mmap.MADV_DONTNEED, self.offset + start - self.start, size)
+
+    def prefer_huge_pages(self) -> None:
+        """Asks the system for them, where it has any."""
+        if self._huge or not hasattr(mmap, "MADV_HUGEPAGE"):
+            return
+        self._huge = True
+        with contextlib.suppress(OSError):  # a kernel without them
+            self.map.madvise(mmap.MADV_HUGEPAGE)
 
 
 class _Extents:
@@ -255,6 +306,10 @@ class _Extents:
         self._by_size: list[tuple[int, int]] = []
         self._size: dict[int, int] = {}
         self._start_by_end: dict[int, int] = {}
+
+    @property
+    def count(self) -> int:
+        return len(self._size)
 
     def items(self) -> list[tuple[int, int]]:
         return list(self._size.items())

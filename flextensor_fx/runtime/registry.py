@@ -60,6 +60,13 @@ def engine_of(key: str) -> Engine:
         ) from None
 
 
+def forget(session: Session) -> None:
+    """Its models are offloaded no more."""
+    for root in session.roots.modules.values():
+        if sessions.get(root) is session:
+            del sessions[root]
+
+
 def living_sessions() -> list[Session]:
     """Every open session, each once."""
     return list(dict.fromkeys(sessions.values()))

@@ -38,4 +38,4 @@ class Recorder:
 
     def events(self) -> tuple[Event, ...]:
         """Everything noted so far, in order of time."""
-        return tuple(Event(*note) for note in sorted(list(self._notes), key=lambda note: note[0]))
+        return tuple(Event(*note) for note in sorted(self._notes, key=lambda note: note[0]))
