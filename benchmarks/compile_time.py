@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from statistics import median
 from typing import Any
@@ -102,7 +102,7 @@ def share_of_compile_time(output: Output, sizes: tuple[int, ...]) -> None:
     )
 
 
-def first_call(layers: int, backend: Any, chosen: Mapping[str, Any] | None) -> dict[str, float]:
+def first_call(layers: int, backend: Any, chosen: dict[str, Any] | None) -> dict[str, float]:
     """Seconds of a first call and of its parts."""
     torch._dynamo.reset()
     model, x = Stack(lambda: Block(64), layers).eval(), torch.randn(4, 64)
@@ -122,7 +122,7 @@ def first_call(layers: int, backend: Any, chosen: Mapping[str, Any] | None) -> d
     used = backend if isinstance(backend, str) else timed("backend", backend)
     with fresh_cache(), mock.patch.object(flextensor_fx.backend, "compile_inner", inner):
         metrics.reset()
-        call = torch.compile(model, backend=used, fullgraph=True, options=chosen and dict(chosen))
+        call = torch.compile(model, backend=used, fullgraph=True, options=chosen)
         begin = time.perf_counter()
         call(x)
         seconds = time.perf_counter() - begin

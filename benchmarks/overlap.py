@@ -150,14 +150,14 @@ def offload_with_accelerate(model: Any, folder: str) -> None:
     """The same weights as ours, in files of accelerate's, loaded module by module."""
     import accelerate
 
-    places: dict[str, str | int] = {
+    places: dict[str, str | int | torch.device] = {
         "model.embed_tokens": "cpu",
         "model.norm": "cpu",
         "model.rotary_emb": "cpu",
         "lm_head": "cpu",
     }
     places |= {f"model.layers.{n}": "disk" for n in range(len(model.model.layers))}
-    accelerate.dispatch_model(model, places, main_device="cpu", offload_dir=folder, force_hooks=True)
+    accelerate.dispatch_model(model, places, main_device=torch.device("cpu"), offload_dir=folder, force_hooks=True)
 
 
 # --- the page cache and the disk ---------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def period(case: Case, budget: int, resident: set[str], lookahead: int | None) -
 
 
 def layer_of(key: str) -> str:
-    """"12.qkv" is part of layer "12"."""
+    """ "12.qkv" is part of layer "12"."""
     return key.partition(".")[0]
 
 
@@ -141,7 +141,9 @@ def near_the_bound(cases: Sequence[Case], output: Output) -> None:
             rows.append({**row, **simple, "plan s": seconds})
     output.table("predicted period against the lower bound", rows)
     families = list(dict.fromkeys(str(row["family"]) for row in rows))
-    output.table("by family", [{"family": name, **summary([r for r in rows if r["family"] == name])} for name in families])
+    output.table(
+        "by family", [{"family": name, **summary([r for r in rows if r["family"] == name])} for name in families]
+    )
     every = summary(rows)
     output.table("all", [{"family": "all", **every}])
     slower = [
@@ -175,7 +177,10 @@ def made_up(count: int) -> Iterator[tuple[str, Case]]:
         uses = tuple((f"w{i}", sizes[i % 5] if sizes else dice.randint(MB, 12 * MB), (i,)) for i in range(count))
         total = sum(nbytes for _, nbytes, _ in uses)
         step_ms = tuple(nbytes / MB * dice.uniform(0.02, 0.06) for _, nbytes, _ in uses)
-        yield kind, Case(kind, "", uses, step_ms, Link(0.01, total / sum(step_ms) / 3, "made up"), (("0.25", total // 4),))
+        yield (
+            kind,
+            Case(kind, "", uses, step_ms, Link(0.01, total / sum(step_ms) / 3, "made up"), (("0.25", total // 4),)),
+        )
 
 
 def planning_time(counts: Sequence[int], output: Output) -> None:

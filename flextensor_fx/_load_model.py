@@ -79,7 +79,7 @@ def _load_program(path: Path) -> LoadedModel:
 
 
 def _checked(name: str, made: Any) -> LoadedModel:
-    parts: tuple[Any, ...] = made if isinstance(made, tuple) else (made,)
+    parts = list(made) if isinstance(made, tuple) else [made]
     if not (1 <= len(parts) <= 3 and isinstance(parts[0], nn.Module)):
         found = "(" + ", ".join(type(part).__name__ for part in parts) + ")"
         raise OffloadError(f"model {name!r}: expected a model, (model, args) or (model, args, kwargs), found {found}")

@@ -211,7 +211,7 @@ class _Compilation:
         }
         if not streamed and not any(isinstance(value, OffloadedParameter) for value in inputs):
             return compile_alone(self.module, inputs, self.config)
-        self.fetched.update(streamed)
+        self.fetched = set(streamed)
         graph, copies = _copy_graph(self.module.graph)
         captured = GraphModule(self.module, graph)
         captured.meta.update(self.module.meta)

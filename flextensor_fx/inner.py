@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -65,11 +66,14 @@ def _aot_eager(module: GraphModule, inputs: Sequence[Any], config: OffloadConfig
 
 
 def _inductor(module: GraphModule, inputs: Sequence[Any], config: OffloadConfig, lower: Lower) -> Compiled:
+    from torch._inductor import config as inductor_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     def lower_then_compile(graph: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
         lower(graph, aten_realized, bool(options.get("is_backward", False)))
-        return compile_fx_inner(graph, example_inputs, **options)
+        # The pass has run, and its name may differ from call to call: in the key of Inductor's cache nothing would ever hit.
+        with inductor_config.patch(joint_custom_pre_pass=None):
+            return compile_fx_inner(graph, example_inputs, **options)
 
     with _patched_autograd():
         return compile_fx(module, inputs, inner_compile=lower_then_compile, config_patches=_inductor_options(config))
@@ -119,8 +123,14 @@ def _inductor_options(config: OffloadConfig) -> dict[str, Any]:
     from torch._inductor import config as inductor_config
 
     options = _user_options(config)
-    for name, own in (("joint_custom_pre_pass", tag_recompute), ("post_grad_custom_post_pass", hoist_and_verify)):
-        options[name] = _followed_by(options.get(name, getattr(inductor_config, name)), own)
+    # TORCHINDUCTOR_AUTOGRAD_CACHE=1 overrides the switch that turns AOTAutograd's cache off. A name of its own for every
+    # compilation keeps that cache from returning another budget's schedule.
+    salt = uuid.uuid4().hex if torch._functorch.config.enable_autograd_cache else ""
+    for name, own, version in (
+        ("joint_custom_pre_pass", tag_recompute, f"1{salt}"),
+        ("post_grad_custom_post_pass", hoist_and_verify, "1"),
+    ):
+        options[name] = _followed_by(options.get(name, getattr(inductor_config, name)), own, version)
     return options
 
 
@@ -130,7 +140,7 @@ def hoist_and_verify(graph: Graph) -> None:
     verify_graph(graph)
 
 
-def _followed_by(first: Any, own: Callable[[Graph], None]) -> Any:
+def _followed_by(first: Any, own: Callable[[Graph], None], version: str) -> Any:
     """An Inductor pass that runs the user's pass or passes `first` and then `own`, known to Inductor's cache by a name."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -142,6 +152,6 @@ def _followed_by(first: Any, own: Callable[[Graph], None]) -> Any:
 
         def uuid(self) -> Any:
             theirs = first.uuid() if isinstance(first, CustomGraphPass) else repr(first)
-            return f"flextensor_fx.{own.__name__}.1:{theirs}"
+            return f"flextensor_fx.{own.__name__}.{version}:{theirs}"
 
     return Followed()

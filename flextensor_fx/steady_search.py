@@ -18,13 +18,15 @@ from itertools import accumulate, pairwise
 
 from flextensor_fx.orbit import INFEASIBLE, Orbit
 
-_LEAST_WORK, _WORK_PER_WINDOW = 600_000, 120  # windows looked at in one search, in all and per window
+# Windows looked at in one search, per window: in a small model up to so many in all, in a large one at least so many each.
+_WORK_EACH, _WORK, _LEAST_WORK_EACH = 2_000, 300_000, 60
 _CLOSE_ENOUGH = 1e-4  # relative distance to the lower bound at which the search stops
 _ANNEALED = 3  # beginnings that are annealed
 _HOT, _COLD = 0.2, 0.002  # temperatures of annealing, in copies of average time
 _NEAR = 4  # windows to either side that an exchange with a neighbour reaches
 _REFRESHED = 2  # windows to either side whose worth is looked at again after a change
 _SIZES = 8  # sizes whose sums are tried as pools, at most
+_FILLS = 10  # of a token bucket, to find its rate
 _LARGE = 1_500  # windows from which on the search begins near its goal, to save work
 
 
@@ -81,7 +83,8 @@ class _Search:
         self.order = list(self.windows_of)  # by first use, which dicts keep
         self.excess = sum(problem.sizes) - problem.budget
         self.goal = problem.lower_bound_ms * (1 + _CLOSE_ENOUGH)
-        self.left = max(_LEAST_WORK, _WORK_PER_WINDOW * len(problem.windows))
+        count = len(problem.windows)
+        self.left = max(min(_WORK, _WORK_EACH * count), _LEAST_WORK_EACH * count)
         self.fastest = max(
             (problem.sizes[w] / problem.copy_ms[w] for w in self.order if problem.copy_ms[w] > 0), default=INFEASIBLE
         )
@@ -145,7 +148,9 @@ class _Search:
             for slots in (1, 2, 3, 4, 8):
                 largest = list(accumulate((sizes[w] for w in reversed(order)), max, initial=0))[::-1]
                 floor = self.problem.least_pool
-                holds = [everything - kept[k] >= self.excess + max(slots * n, floor) for k, n in enumerate(largest[:-1])]
+                holds = [
+                    everything - kept[k] >= self.excess + max(slots * n, floor) for k, n in enumerate(largest[:-1])
+                ]
                 most = max((k for k, fits in enumerate(holds) if fits), default=-1)
                 if most >= 0:
                     yield everything - kept[most] - self.excess, frozenset(order[most:]), False
@@ -220,7 +225,8 @@ class _Search:
         if length <= 0:
             return None
         low, high, best = need / length / 2, need / length * 64, None
-        for _ in range(11):
+        self.left -= _FILLS * len(walk) // 2  # twice around, at a quarter of the price of a window in an orbit
+        for _ in range(_FILLS):
             rate = math.sqrt(low * high)
             streamed = fill(rate)
             if sum(sizes[w] for w in streamed) >= need:

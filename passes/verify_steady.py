@@ -38,6 +38,7 @@ def verify_steady(schedule: SteadySchedule, windows: Sequence[Window]) -> Steady
             _fail(schedule, at, f"expected {nbytes} bytes, those of its window")
         if not (0 <= t.first_use < n and -n < t.issue_at <= t.first_use <= t.last_use < t.issue_at + 2 * n):
             _fail(schedule, at, f"expected 0 <= first_use < {n} and -{n} < issue_at <= first_use <= last_use")
+    for at, t in enumerate(moves):
         ahead = moves[at - 1]
         turn = 0 if at else n
         if t.first_use + turn < ahead.first_use or t.issue_at + turn < ahead.issue_at:

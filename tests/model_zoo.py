@@ -176,9 +176,9 @@ def unet() -> tuple[nn.Module, Inputs]:
     from diffusers import UNet2DConditionModel
 
     model = UNet2DConditionModel(
-        sample_size=8, block_out_channels=(16, 32), layers_per_block=1, norm_num_groups=4, cross_attention_dim=24,
-        attention_head_dim=8, down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        sample_size=8, block_out_channels=(16,), layers_per_block=1, norm_num_groups=4, cross_attention_dim=24,
+        attention_head_dim=8, down_block_types=("CrossAttnDownBlock2D",), up_block_types=("CrossAttnUpBlock2D",),
+        mid_block_type=None,
     )  # fmt: skip
     hidden = torch.randn(1, 5, 24)
     return model, {"sample": torch.randn(1, 4, 8, 8), "timestep": torch.tensor(3), "encoder_hidden_states": hidden}

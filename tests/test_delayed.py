@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from compiling import Inner, assert_equal, fresh_compiler, mlp, resident, stream
-from flextensor_fx.runtime import engine
+from flextensor_fx.runtime.engine import Engine
+from flextensor_fx.runtime.layout import tensor_over
 from flextensor_fx.runtime.reader import Transfer
 
 __all__ = ["fresh_compiler"]
@@ -34,17 +35,17 @@ def test_a_wait_that_does_not_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
     """The mode itself: with this fault seeded, the numbers must be wrong."""
     monkeypatch.setenv(_DELAY, "200")
 
-    def finish_at_once(self: engine.Engine, transfer: Transfer) -> torch.Tensor:
+    def finish_at_once(self: Engine, transfer: Transfer) -> torch.Tensor:
         block = transfer.block
         assert block is not None
-        return engine._as_tensor(self.store.spec(transfer.key), block.array, transfer.shift)
+        return tensor_over(self.store.spec(transfer.key), block.array, transfer.shift)
 
     model, x = mlp(depth=2, width=32).requires_grad_(False), torch.randn(2, 32)
     expected = model(x)
     compiled = stream(model, budget="60%")
     assert_equal(compiled(x), expected)
     with monkeypatch.context() as patched:
-        patched.setattr(engine.Engine, "finish", finish_at_once)
+        patched.setattr(Engine, "finish", finish_at_once)
         assert compiled(x).isnan().any()
     assert_equal(compiled(x), expected)
 

@@ -21,7 +21,7 @@ from compiling import assert_equal, fresh_compiler, stream
 __all__ = ["fresh_compiler"]
 
 _CALL = re.compile(
-    r"torch\.ops\.flextensor_fx\.(?P<op>\w+)\.default\((?:(?P<weight>buf\d+), )?'\w+-\w+:(?P<key>[\w.]+)'"
+    r"torch\.ops\.flextensor_fx\.(?P<op>\w+)\.default\((?:(?P<weight>buf\d+), )?'[\w-]+:(?P<key>[\w.]+)'"
     r"|(?P<product>extern_kernels\.\w*mm\()|(?P<fused>cpp_fused\w*\()"
 )
 
@@ -29,14 +29,17 @@ _CALL = re.compile(
 class Blocks(nn.Module):
     """Products with pointwise work between, and a branch that a reordering for memory would like to move."""
 
-    def __init__(self, depth: int = 5, width: int = 32) -> None:
+    def __init__(self, depth: int = 5, width: int = 32, norm: bool = False) -> None:
         super().__init__()
+        self.norm = norm
         self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(depth))
 
     def forward(self, x: Tensor) -> Tensor:
         branch = x.exp().repeat(8, 1)
         for layer in self.layers:
             x = torch.relu(layer(x)) + 1
+            if self.norm:
+                x = nn.functional.layer_norm(x, x.shape[-1:])
         return x + branch.sum(0)
 
 
@@ -49,7 +52,7 @@ def events(code: str) -> list[str]:
 
 
 def expected_order(schedule: Any) -> list[str]:
-    """Prefetches, waits, products and offloads of a schedule with one weight per step, of which the first `held` are resident."""
+    """The calls of a schedule with one weight per step."""
     order = []
     for step in range(len(schedule.transfers)):
         issued = [t for t in schedule.transfers if t.issue_at == step]
@@ -90,7 +93,7 @@ def test_calls_come_in_the_order_of_the_schedule(reorder: bool, lookahead: int |
 
 def test_work_runs_between_prefetch_and_wait() -> None:
     """Inductor moves calls down to their first user; a copy that starts right before its wait would run beside nothing."""
-    model, x = Blocks().requires_grad_(False), torch.randn(4, 32)
+    model, x = Blocks(norm=True).requires_grad_(False), torch.randn(4, 32)
     compiled = stream(model, inner="inductor", include=["layers.*"], budget=32 * 32 * 4)
     _, (code,) = run_and_get_code(compiled, x)
     calls = events(code)
@@ -139,7 +142,7 @@ def test_a_pointwise_reader_in_two_kernels_ends_before_the_offload() -> None:
     models = [Fork().requires_grad_(False) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     x = torch.randn(32, 32)
-    compiled = stream(models[0], inner="inductor", budget=2 * 4096)
+    compiled = stream(models[0], inner="inductor")
     out, (code,) = run_and_get_code(compiled, x)
     assert_equal(out, torch.compile(Fork.forward, fullgraph=True)(models[1], x))
     assert_equal(models[0].seen, models[1].seen)
@@ -193,7 +196,7 @@ if sys.argv[1] == "again":
     run("other weights", model(1), budget=3 * 4096)
     run("other budget", model(0), budget=4 * 4096)
     run("other lookahead", model(0), budget=3 * 4096, lookahead=0)
-    run("other patterns", model(0), budget=2 * 4096, include_patterns=["[0-3]"])
+    run("other patterns", model(0), budget=2 * 4096, include_patterns=["0", "1", "2", "3"])
 """
 
 

@@ -36,10 +36,7 @@ class Adapted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for number in range(len(self.base)):
-            if self.recompute:
-                x = checkpoint(self.layer, number, x, use_reentrant=False)
-            else:
-                x = self.layer(number, x)
+            x = checkpoint(self.layer, number, x, use_reentrant=False) if self.recompute else self.layer(number, x)
         return x
 
 
@@ -63,7 +60,9 @@ def step(model: nn.Module, x: Tensor) -> Any:
 def test_gradients_of_adapters_equal_the_resident_runs(inner: Inner, recompute: bool) -> None:
     model, x = Adapted(recompute=recompute), torch.randn(4, 16)
     # For training "eager" goes through AOTAutograd, like "aot_eager".
-    plain, expected = counts_of(lambda: resident(model, inner="aot_eager" if inner == "eager" else inner), step(model, x))
+    plain, expected = counts_of(
+        lambda: resident(model, inner="aot_eager" if inner == "eager" else inner), step(model, x)
+    )
     streamed, actual = counts_of(lambda: stream(model, inner=inner, include=["base"], budget="60%"), step(model, x))
     assert streamed == plain
     assert_equal(actual, expected)
@@ -142,7 +141,9 @@ def test_a_trainable_streamed_weight_is_warned_of_and_refused_in_backward(inner:
     model, x = mlp(2), torch.randn(3, 16)
     expected = resident(model, inner=inner)(x).detach()
     compiled = stream(model, inner=inner, include=["0"])
-    with pytest.warns(GradientWarning, match=r"2 streamed weights require a gradient.*'0\.weight'.*requires_grad_\(False\)"):
+    with pytest.warns(
+        GradientWarning, match=r"2 streamed weights require a gradient.*'0\.weight'.*requires_grad_\(False\)"
+    ):
         out = compiled(x)
     assert_equal(out.detach(), expected)
     assert out.requires_grad
@@ -178,12 +179,13 @@ def test_a_streamed_weight_that_is_frozen_later_and_thawed_again() -> None:
 def test_gradients_of_the_input_alone_and_twice_through_one_graph() -> None:
     model, x = mlp(3).requires_grad_(False), torch.randn(3, 16, requires_grad=True)
     plain = resident(model)(x)
-    expected = [torch.autograd.grad(plain.sum(), x, retain_graph=True)[0], torch.autograd.grad(plain.square().sum(), x)[0]]
+    expected = [
+        torch.autograd.grad(plain.sum(), x, retain_graph=True)[0],
+        torch.autograd.grad(plain.square().sum(), x)[0],
+    ]
     out = stream(model)(x)
     actual = [torch.autograd.grad(out.sum(), x, retain_graph=True)[0], torch.autograd.grad(out.square().sum(), x)[0]]
     assert_equal(actual, expected)
-
-
 
 
 class Fanned(nn.Module):

@@ -117,7 +117,9 @@ def test_release_then_convert_then_compile() -> None:
 def test_offloading_before_compiling_gives_the_same_numbers(inner: Inner) -> None:
     model, x = mlp().requires_grad_(False), torch.randn(2, 16)
     twin = copy.deepcopy(model)
-    plain, expected = counts_of(lambda: stream(model, inner=inner, budget="40%"), lambda compiled: [compiled(x), compiled(x)])
+    plain, expected = counts_of(
+        lambda: stream(model, inner=inner, budget="40%"), lambda compiled: [compiled(x), compiled(x)]
+    )
     flextensor_fx.offload(twin, {"include_patterns": ["**"], "min_stream_bytes": 0, "budget": "40%"})
     torch.testing.assert_close(twin(x), expected[0])  # eagerly, over the store's file
     first, actual = counts_of(

@@ -81,7 +81,9 @@ def test_every_look_ahead_gives_equal_numbers(count: int, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-def test_calls_back_to_back_with_late_copies_under_a_tight_budget(inner: Inner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_back_to_back_with_late_copies_under_a_tight_budget(
+    inner: Inner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FLEXTENSOR_FX_TEST_DELAY_MS", "2")
     model = mlp(5, 32).requires_grad_(False)
     inputs = [torch.randn(2, 32) for _ in range(6)]
@@ -267,4 +269,6 @@ def test_other_ways_of_compiling_a_model(way: str) -> None:
     if way == "submodule":
         assert streamed_names(model.layers[2]) == {"weight", "bias"}
     else:
-        assert streamed_names(model) == {f"layers.{layer}.{name}" for layer in (0, 2, 4, 6) for name in ("weight", "bias")}
+        assert streamed_names(model) == {
+            f"layers.{layer}.{name}" for layer in (0, 2, 4, 6) for name in ("weight", "bias")
+        }

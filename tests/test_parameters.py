@@ -255,8 +255,17 @@ class Held(nn.Module):
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.uint8, torch.int32, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.float64,
-     torch.bfloat16, torch.int64],
+    [
+        torch.uint8,
+        torch.int32,
+        torch.bool,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.complex64,
+        torch.float64,
+        torch.bfloat16,
+        torch.int64,
+    ],
 )
 def test_parameters_of_any_dtype_keep_their_bytes(dtype: torch.dtype) -> None:
     value = torch.randn(8, 16).mul(3).to(torch.complex64 if dtype.is_complex else torch.float32)

@@ -66,7 +66,9 @@ def test_a_pattern_that_matches_nothing_is_named_with_the_nearest_names() -> Non
     model, x = Bare().requires_grad_(False), torch.randn(2, 16)
     expected = resident(model)(x)
     compiled = stream(model, include=["layers.*", "laers.*", "position"])
-    with pytest.warns(PatternWarning, match=r"'laers\.\*' matched no module and no parameter; nearest: .*'layers") as caught:
+    with pytest.warns(
+        PatternWarning, match=r"'laers\.\*' matched no module and no parameter; nearest: .*'layers"
+    ) as caught:
         assert_equal(compiled(x), expected)
     assert len([w for w in caught if w.category is PatternWarning]) == 1
     (unmatched,) = flextensor_fx.report(model).selection.unmatched

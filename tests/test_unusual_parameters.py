@@ -123,7 +123,9 @@ def test_sparse_tensors_stay_resident_with_a_message(layout: str) -> None:
         def __init__(self) -> None:
             super().__init__()
             dense = torch.eye(8)
-            self.matrix = nn.Parameter(dense.to_sparse() if layout == "coo" else dense.to_sparse_csr(), requires_grad=False)
+            self.matrix = nn.Parameter(
+                dense.to_sparse() if layout == "coo" else dense.to_sparse_csr(), requires_grad=False
+            )
             self.register_buffer("mask", dense.to_sparse() if layout == "coo" else dense.to_sparse_csr())
             self.linear = nn.Linear(8, 8).requires_grad_(False)
 

@@ -35,7 +35,7 @@ def wait(
     device: torch.device,
     after: Sequence[Tensor],
 ) -> Tensor:
-    started: tuple[Engine, Transfer] | None = token.__dict__.pop("_transfer", None)
+    started: tuple[Engine, Transfer] | None = vars(token).pop("_transfer", None)
     if started is None:
         raise AssertionError(f"wait for {key!r}: its token carries no transfer; a compiler pass has replaced the token")
     engine, transfer = started
