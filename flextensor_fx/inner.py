@@ -120,12 +120,13 @@ def _user_options(config: OffloadConfig) -> dict[str, Any]:
 
 
 def _inductor_options(config: OffloadConfig) -> dict[str, Any]:
+    from torch._functorch import config as autograd_config
     from torch._inductor import config as inductor_config
 
     options = _user_options(config)
     # TORCHINDUCTOR_AUTOGRAD_CACHE=1 overrides the switch that turns AOTAutograd's cache off. A name of its own for every
     # compilation keeps that cache from returning another budget's schedule.
-    salt = uuid.uuid4().hex if torch._functorch.config.enable_autograd_cache else ""
+    salt = uuid.uuid4().hex if autograd_config.enable_autograd_cache else ""
     for name, own, version in (
         ("joint_custom_pre_pass", tag_recompute, f"1{salt}"),
         ("post_grad_custom_post_pass", hoist_and_verify, "1"),

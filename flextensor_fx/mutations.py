@@ -36,12 +36,15 @@ def _writes_to(node: Node, tensor: Node) -> bool:
         return True
     if isinstance(node.target, OpOverload):
         arguments = node.target._schema.arguments
-        given = [*zip(arguments, node.args, strict=False), *((a, node.kwargs[a.name]) for a in arguments if a.name in node.kwargs)]
+        by_name = ((argument, node.kwargs[argument.name]) for argument in arguments if argument.name in node.kwargs)
+        given = [*zip(arguments, node.args, strict=False), *by_name]
         return any(a.alias_info is not None and a.alias_info.is_write and value is tensor for a, value in given)
     if not node.args or node.args[0] is not tensor:
         return False
     name = _name(node)
-    return node.target in _IN_PLACE_FUNCTIONS or (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
+    return (
+        node.target in _IN_PLACE_FUNCTIONS or (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
+    )
 
 
 def _name(node: Node) -> str:

@@ -23,11 +23,14 @@ from typing import Any
 
 import numpy as np
 
-_MOST_WORK = 400_000  # items looked at; beyond it the bound given is returned
+_MOST_WORK = 3_000_000  # items looked at, and so many more for each knapsack; beyond it the bound given is returned
+_PER_KNAPSACK = 100
+_HOPELESS = 1.3  # times what is needed; where the tightest limit holds more than that, no mix is tried
 _NARROW = 1.01  # ratio of a range of pools that is not split again
+_MIXED = 1.1  # ratio of a range of pools below which mixes of limits are worth their time
 _MIXES = 6  # steps of the search for the best mix of two limits
 _BISECTIONS = 14
-_CLOSE_ENOUGH = 2e-5
+_CLOSE_ENOUGH = 3e-4  # relative; what the bound may lose by it
 _FEW_SIZES = 12
 _SIZES_WEIGHED = 5  # sizes up to which small weights are left out of a limit on memory
 _LIFE_GRID = 200.0  # lives within 1/200 of each other count as equal
@@ -146,13 +149,15 @@ class _Refuter:
                 if period <= lost:
                     return True
                 limits.append(moved / (period - lost))
-        return self._too_little(sizes, limits, need)
+        return self._too_little(sizes, limits, need, end / begin <= _MIXED)
 
-    def _too_little(self, sizes: Any, limits: Sequence[Any], need: float) -> bool:
-        """Whether one of the limits, or a mix of them, holds less than `need` bytes."""
+    def _too_little(self, sizes: Any, limits: Sequence[Any], need: float, mixes: bool) -> bool:
+        """Whether one of the limits or, if `mixes`, a mix of them, holds less than `need` bytes."""
         most = [self._most(sizes, limit) for limit in limits]
         if min(most) < need:
             return True
+        if not mixes or min(most) > _HOPELESS * need:
+            return False
         order = sorted(range(len(limits)), key=lambda k: most[k])
         mix, best = limits[order[0]], most[order[0]]
         for k in order[1:]:
@@ -171,7 +176,7 @@ class _Refuter:
 
     def _most(self, sizes: Any, costs: Any) -> float:
         """Fractional knapsack: most bytes of items whose costs sum to at most 1."""
-        self.work += len(sizes)
+        self.work += len(sizes) + _PER_KNAPSACK
         order = np.argsort(costs / sizes, kind="stable")
         spent = np.cumsum(costs[order])
         whole = int(np.searchsorted(spent, 1.0, side="right"))
@@ -186,7 +191,7 @@ class _Refuter:
         fits = self.each < end
         count = int(fits.sum())
         if count not in self._gaps:
-            starts = sorted({s for w in np.flatnonzero(fits) for s in self.problem.starts_ms[w]})
+            starts = sorted({s for w in np.flatnonzero(fits) for s in self.problem.starts_ms[int(w)]})
             self._gaps[count] = np.sort(np.diff([*starts, starts[0] + self.problem.compute_ms]))[::-1]
         return self._gaps[count]
 

@@ -19,7 +19,7 @@ from itertools import accumulate, pairwise
 from flextensor_fx.orbit import INFEASIBLE, Orbit
 
 # Windows looked at in one search, per window: in a small model up to so many in all, in a large one at least so many each.
-_WORK_EACH, _WORK, _LEAST_WORK_EACH = 2_000, 300_000, 60
+_WORK_EACH, _WORK, _LEAST_WORK_EACH = 5_000, 400_000, 60
 _CLOSE_ENOUGH = 1e-4  # relative distance to the lower bound at which the search stops
 _ANNEALED = 3  # beginnings that are annealed
 _HOT, _COLD = 0.2, 0.002  # temperatures of annealing, in copies of average time
@@ -27,6 +27,7 @@ _NEAR = 4  # windows to either side that an exchange with a neighbour reaches
 _REFRESHED = 2  # windows to either side whose worth is looked at again after a change
 _SIZES = 8  # sizes whose sums are tried as pools, at most
 _FILLS = 10  # of a token bucket, to find its rate
+_SMALL = 64  # weights up to which every number of residents is tried
 _LARGE = 1_500  # windows from which on the search begins near its goal, to save work
 
 
@@ -90,9 +91,9 @@ class _Search:
         )
 
     def beginnings(self) -> list[_Found]:
-        """One plan or more for every pool worth trying, while half of the work lasts; fastest first."""
+        """One plan or more for every pool worth trying, while two thirds of the work last; fastest first."""
         found: list[_Found] = []
-        best, reserve = INFEASIBLE, self.left // 2
+        best, reserve = INFEASIBLE, self.left // 3
         for pool, streamed, trims in self._starts():
             if found and self.left < reserve:
                 break
@@ -128,35 +129,50 @@ class _Search:
         sizes, everything = self.problem.sizes, sum(self.problem.sizes[w] for w in self.order)
         pools = self._pools()
         large = len(self.problem.windows) > _LARGE
-        for pool in pools:
-            fits = self._fitting(pool)
-            need = self.excess + pool
-            held = sum(sizes[w] for w in fits)
-            if held < need:
-                continue
-            if not large:
-                yield pool, fits, True
-            extra = (held - need) // 8 if large else 0
-            for by_bytes in (False, True):
-                spread = self._spread(fits, pool, need + extra, by_bytes)
-                if spread is not None:
-                    yield pool, spread, True
-            if large and pool == pools[0]:
-                yield pool, fits, True
+        if not large:
+            for pool in pools:
+                fits = self._fitting(pool)
+                if sum(sizes[w] for w in fits) >= self.excess + pool:
+                    yield pool, fits, True
         for order in (self.order, self.order[::-1]):  # the front or the back stays
             kept = list(accumulate((sizes[w] for w in order), initial=0))
-            for slots in (1, 2, 3, 4, 8):
-                largest = list(accumulate((sizes[w] for w in reversed(order)), max, initial=0))[::-1]
-                floor = self.problem.least_pool
-                holds = [
-                    everything - kept[k] >= self.excess + max(slots * n, floor) for k, n in enumerate(largest[:-1])
-                ]
-                most = max((k for k, fits in enumerate(holds) if fits), default=-1)
-                if most >= 0:
-                    yield everything - kept[most] - self.excess, frozenset(order[most:]), False
+            for stay in self._stays(order, kept):
+                yield everything - kept[stay] - self.excess, frozenset(order[stay:]), False
+        for pool in pools:
+            fits, need = self._fitting(pool), self.excess + pool
+            held = sum(sizes[w] for w in fits)
+            for by_bytes in (False, True) if held >= need else ():
+                # In a large model most of what is to stay is chosen by the bucket, the last part one by one.
+                spread = self._spread(fits, pool, need + (held - need) // 8 if large else need, by_bytes)
+                if spread is not None:
+                    yield pool, spread, True
+        if large:
+            yield pools[-1], frozenset(self.order), True
+
+    def _stays(self, order: Sequence[int], kept: Sequence[int]) -> list[int]:
+        """How many of the first of `order` may stay: the most, and fewer, for pools of several times the largest."""
+        sizes, floor = self.problem.sizes, self.problem.least_pool
+        room = kept[-1] - self.excess  # what residents leave of it is the pool
+
+        def fits(stay: int) -> bool:
+            return max(self._together(frozenset(order[stay:])), floor) <= room - kept[stay]
+
+        most, over = 0, len(order)  # whatever fits still fits with fewer residents, so bisection finds the most
+        while over - most > 1:
+            half = (most + over) // 2
+            most, over = (half, over) if fits(half) else (most, half)
+        if len(order) <= _SMALL:
+            return list(range(most, -1, -1))
+        largest = list(accumulate((sizes[w] for w in reversed(order)), max, initial=0))[::-1]
+        stays = [most]
+        for slots in (1, 2, 3, 4, 8):
+            while most and kept[most] + slots * largest[most] > room:
+                most -= 1
+            stays.append(most)
+        return list(dict.fromkeys(stays))
 
     def _pools(self) -> list[int]:
-        """Sums of a few sizes, coarse to fine; always the least pool that holds all weights."""
+        """Sums of a few sizes, coarse to fine; last the least pool that holds all weights, which always works."""
         sizes = sorted({self.problem.sizes[w] for w in self.order})
         if len(sizes) > _SIZES:
             sizes = [sizes[len(sizes) * (part + 1) // _SIZES - 1] for part in range(_SIZES)]
@@ -166,17 +182,19 @@ class _Search:
         pools = [p for p in sorted(sums) if least <= p and self.excess + p <= total and p <= self.problem.budget]
         # Pools within 1% of each other are not told apart.
         pools = [p for before, p in pairwise([0, *pools]) if p > 1.01 * before] or pools[:1]
-        everything = max(self._together(), least)
-        first = [everything] if self.excess + everything <= total else []
-        return first + [pools[i] for i in _coarse_to_fine(len(pools)) if pools[i] != everything]
+        # Three of the largest is where a large model, for which few pools can be tried, is most often best.
+        middle = sorted(range(len(pools)), key=lambda i: abs(pools[i] - 3 * sizes[-1]))[: len(self.order) > _LARGE]
+        order = dict.fromkeys([*middle, *_coarse_to_fine(len(pools))])
+        return list(dict.fromkeys([*(pools[i] for i in order), max(self._together(), least)]))
 
-    def _together(self) -> int:
-        """Bytes of all windows that are live together at the worst step."""
+    def _together(self, streamed: frozenset[int] | None = None) -> int:
+        """Bytes of the windows of `streamed`, or of all, that are live together at the worst step."""
         change = [0] * (2 * len(self.problem.clock) + 1)
         steps = len(self.problem.clock) - 1
         for weight, first, last in self.problem.windows:
-            change[first] += self.problem.sizes[weight]
-            change[last + 1] -= self.problem.sizes[weight]
+            if streamed is None or weight in streamed:
+                change[first] += self.problem.sizes[weight]
+                change[last + 1] -= self.problem.sizes[weight]
         held = list(accumulate(change))
         return max((held[s] + held[s + steps] for s in range(steps)), default=0)
 

@@ -83,7 +83,13 @@ class Uses:
 
     def __str__(self) -> str:
         rows = [
-            (use.spec.key, c.node.name, str(c.step), ", ".join(node.name for node in c.closed_by) or "the end", str(c.closes))
+            (
+                use.spec.key,
+                c.node.name,
+                str(c.step),
+                ", ".join(node.name for node in c.closed_by) or "the end",
+                str(c.closes),
+            )
             for use in self.fetches
             for c in use.consumers
         ]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch.fx import Graph, GraphModule, Node
 
-from .collect_uses import collect_uses
+from .collect_uses import Uses, collect_uses
 from .drop_unread_fetches import drop_unread_fetches
 from .fetches import FetchSpec, fetch_nodes
 from .insert_transfers import insert_transfers
@@ -109,7 +109,27 @@ def lower(pipeline: Pipeline, realized: Realized, limits: Mapping[str, Limit]) -
     """
     pipeline.apply(drop_unread_fetches)
     start = time.perf_counter()
-    graph = pipeline.module.graph
+    uses, schedules = _schedules(pipeline.module.graph, realized, limits)
+    pipeline.seconds += time.perf_counter() - start
+    pools: dict[str, int] = {}
+    for store, used in uses.items():
+        pools[store] = limits[store].pool
+        pipeline.apply(partial(insert_transfers, uses=used, schedule=schedules[store], realized=realized), pools)
+    return schedules
+
+
+def check_pools(graph: Graph, realized: Realized, limits: Mapping[str, Limit]) -> None:
+    """Raises what `lower` would, and changes nothing: for a graph that is lowered later, when the pools are in use.
+
+    Raises:
+        PoolTooSmall: a store's pool cannot hold what must be live together.
+    """
+    _schedules(graph, realized, limits)
+
+
+def _schedules(
+    graph: Graph, realized: Realized, limits: Mapping[str, Limit]
+) -> tuple[dict[str, Uses], dict[str, Schedule]]:
     fetches: dict[str, dict[Node, FetchSpec]] = {}
     for node in fetch_nodes(graph):
         spec = FetchSpec.of(node)
@@ -122,12 +142,7 @@ def lower(pipeline: Pipeline, realized: Realized, limits: Mapping[str, Limit]) -
         except PoolError as error:
             raise PoolTooSmall(store, error.least) from error
         schedules[store] = verify_schedule(made, used.windows)
-    pipeline.seconds += time.perf_counter() - start
-    pools: dict[str, int] = {}
-    for store, used in uses.items():
-        pools[store] = limits[store].pool
-        pipeline.apply(partial(insert_transfers, uses=used, schedule=schedules[store], realized=realized), pools)
-    return schedules
+    return uses, schedules
 
 
 def _op_counts(graph: Graph) -> Counter[str]:

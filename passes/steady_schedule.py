@@ -77,6 +77,9 @@ def circular_windows(uses: Sequence[tuple[str, int, tuple[int, ...]]], steps: in
     for key, _, at in uses:
         if max(at) >= steps:
             raise ValueError(f"uses: weight {key!r} is used in step {max(at)}, but a call has {steps} steps")
+    if all(len(set(at)) == 1 for _, _, at in uses):
+        once = (Window(key, nbytes, at[0], at[0]) for key, nbytes, at in uses)
+        return tuple(sorted(once, key=lambda w: w.first_use))
     thrice = [(key, nbytes, tuple(s + call * steps for call in range(3) for s in at)) for key, nbytes, at in uses]
     rank = {key: at for at, (key, _, _) in enumerate(uses)}
     within = windows_of(uses)

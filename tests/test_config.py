@@ -83,7 +83,7 @@ def test_it_is_frozen_and_keyword_only() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.budget = 3  # pyright: ignore[reportAttributeAccessIssue]  # the assignment under test
     with pytest.raises(TypeError):
-        config.inner_options["list"] = 3  # pyright: ignore  # the assignment under test
+        config.inner_options["list"] = 3  # pyright: ignore[reportIndexIssue, reportOptionalSubscript]  # the assignment under test
     with pytest.raises(TypeError):
         OffloadConfig(["layers.*"])  # pyright: ignore[reportCallIssue]  # the call under test
 

@@ -49,7 +49,9 @@ def test_a_mapped_model_is_streamed_from_its_own_file(checkpoint: Path, tmp_path
     model, x = _from_file(checkpoint), torch.randn(3, 128)
     expected = _model()(x)
     assert _offload(model, tmp_path) == 0
-    compiled = torch.compile(model, backend=flextensor_fx.flextensor, options={"inner_backend": "eager", "include_patterns": ["*"]})
+    compiled = torch.compile(
+        model, backend=flextensor_fx.flextensor, options={"inner_backend": "eager", "include_patterns": ["*"]}
+    )
     assert torch.equal(compiled(x), expected)
     assert torch.equal(model(x), expected)
     with torch.no_grad():

@@ -236,7 +236,8 @@ def test_inserted_nodes_carry_the_metadata_of_their_source(realized: Realized) -
     assert len(inserted) == 3 * 5  # a is fetched again
     for node in inserted:
         if node.target is ops.offload:
-            (source,) = node.args[2]
+            after: Any = node.args[2]
+            (source,) = after
         else:
             takers = (user for user in node.users if user.target is ops.wait and user.args[0] is node)
             waited = next(takers, node)

@@ -353,8 +353,8 @@ def test_budget_held_and_never_slower_than_simple_policies(problem):
 
 def tiny_cases():
     dice = random.Random(11)
-    for _ in range(40):
-        count = dice.randint(3, 8)
+    for _ in range(24):
+        count = dice.randint(3, 7)
         uses = [(f"w{i}", dice.choice([20, 50, 100, 200, 300]), (i,)) for i in range(count)]
         yield (
             uses,
