@@ -52,7 +52,7 @@ def class_name(cls: type | str | None) -> str:
 
 def is_dynamo_graph(graph_module: fx.GraphModule) -> bool:
     """Tell whether the placeholders carry Dynamo sources."""
-    return any(_source(node) is not None for node in graph_module.graph.find_nodes(op="placeholder"))
+    return any(source_of(node) is not None for node in graph_module.graph.find_nodes(op="placeholder"))
 
 
 def graph_parameters(graph_module: fx.GraphModule) -> tuple[GraphParameter, ...]:
@@ -110,7 +110,8 @@ def nbytes(tensor: torch.Tensor) -> int:
     return count * tensor.element_size() if type(count) is int else 0
 
 
-def _source(node: fx.Node) -> Any:
+def source_of(node: fx.Node) -> Any:
+    """Dynamo's source of a placeholder; None where it has none."""
     source = getattr(node, "_dynamo_source", None)
     return source if source is not None else getattr(node.meta.get("grapharg"), "source", None)
 
@@ -121,7 +122,7 @@ def _source_name(source: Any) -> str:
 
 
 def _graph_parameter(node: fx.Node) -> GraphParameter | None:
-    source = _source(node)
+    source = source_of(node)
     chain: list[Any] = []
     while source is not None:
         chain.append(source)

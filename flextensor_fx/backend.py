@@ -23,7 +23,7 @@ from .inner import compile_alone, compile_inner
 from .mutations import mutated_placeholders
 from .passes.collect_uses import collect_uses
 from .passes.fetches import FetchSpec, fetch_nodes
-from .passes.pipeline import Limit, Pipeline, PoolTooSmall, lower
+from .passes.pipeline import Limit, Pipeline, PoolTooSmall, check_pools, lower
 from .passes.place_fetches import place_fetches
 from .passes.realized import Realized, captured_realized
 from .runtime import registry
@@ -74,7 +74,7 @@ def flextensor(
                 registry.forget(session)
         raise
     moved = [pair for session in sessions for pair in session.commit()]
-    sources = [node._dynamo_source for node in weights if node in compilation.fetched and hasattr(node, "_dynamo_source")]
+    sources = [source for node in weights if node in compilation.fetched and (source := _sources.source_of(node)) is not None]
     guard_on_stand_ins({id(old): stand_in for old, stand_in in moved}, sources)
     return compiled
 
@@ -222,7 +222,7 @@ class _Compilation:
         kept = [place for place, node in enumerate(placeholders) if node not in streamed]
         # An offloaded weight that is no fetch (the graph changes it) comes in as a tensor over the store's file.
         examples = [v.plain() if isinstance(v := inputs[place], OffloadedParameter) else v for place in kept]
-        compiled = compile_inner(captured, examples, self.config, self._lower)
+        compiled = compile_inner(captured, examples, self.config, self._lower, self._check)
         run = _runner(compiled, kept, {p for p in kept if isinstance(inputs[p], OffloadedParameter)}, self.sessions)
         trainable = [w.name for w in self.weights.values() if w.value.requires_grad and _offloaded(w)]
         if torch.is_grad_enabled() and trainable:
@@ -234,9 +234,15 @@ class _Compilation:
             return
         name = self._name("backward" if backward else "forward")
         pipeline = Pipeline(module, name, self._dump_dir)
-        limits = {uid: Limit(session.pool, session.config.lookahead) for uid, session in self.sessions.items()}
-        for uid, schedule in lower(pipeline, realized, limits).items():
+        for uid, schedule in lower(pipeline, realized, self._limits).items():
             self.sessions[uid].record(GraphRecord(name, schedule, pipeline.seconds))
+
+    def _check(self, module: GraphModule, realized: Realized) -> None:
+        check_pools(module.graph, realized, self._limits)
+
+    @property
+    def _limits(self) -> dict[str, Limit]:
+        return {uid: Limit(session.pool, session.config.lookahead) for uid, session in self.sessions.items()}
 
     def _name(self, kind: str) -> str:
         number = sum(len(session.graphs) for session in self.sessions.values())
@@ -265,7 +271,8 @@ def _copy_graph(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
     output = copy.output(result)
     output.meta.update(graph.output_node().meta)
     for node in graph.find_nodes(op="placeholder"):
-        copies[node]._dynamo_source = node._dynamo_source  # AOTAutograd reads it
+        if hasattr(node, "_dynamo_source"):
+            copies[node]._dynamo_source = node._dynamo_source  # AOTAutograd reads it
     return copy, copies
 
 

@@ -140,7 +140,8 @@ def _note_range(parameter: torch.Tensor, identity: object, ranges: dict[int, lis
     if isinstance(parameter, OffloadedParameter) or parameter.numel() == 0:
         return
     last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
-    ranges.setdefault(storage._cdata, []).append((begin, begin + (last + 1) * parameter.element_size(), identity))
+    end = begin + (last + 1) * parameter.element_size()
+    ranges.setdefault(storage._cdata, []).append((int(begin), int(end), identity))
 
 
 def _overlapping(ranges: dict[int, list[tuple[int, int, object]]]) -> set[object]:

@@ -20,31 +20,41 @@ from .passes.verify_graph import verify_graph
 Lower = Callable[[GraphModule, Realized, bool], None]
 """Lowers the fetches of a graph in place; the flag says that it is a backward graph."""
 
+Check = Callable[[GraphModule, Realized], None]
+"""Looks at a backward graph when it is made. It is lowered at its first call, which is too late to plan for a larger pool."""
+
 Compiled = Callable[..., Any]
 
 
-def compile_inner(module: GraphModule, inputs: Sequence[Any], config: OffloadConfig, lower: Lower) -> Compiled:
+def compile_inner(
+    module: GraphModule, inputs: Sequence[Any], config: OffloadConfig, lower: Lower, check: Check
+) -> Compiled:
     """Compiles `module` with the configured inner backend.
 
     Args:
         module: a graph as Dynamo captured it, fetches placed; it is taken over.
         inputs: one example per placeholder.
         lower: called once per graph that the inner backend makes of it.
+        check: called with each backward graph before that.
     """
     return {"inductor": _inductor, "aot_eager": _aot_eager, "eager": _eager}[config.inner_backend](
-        module, inputs, config, lower
+        module, inputs, config, lower, check
     )
 
 
-def _eager(module: GraphModule, inputs: Sequence[Any], config: OffloadConfig, lower: Lower) -> Compiled:
+def _eager(
+    module: GraphModule, inputs: Sequence[Any], config: OffloadConfig, lower: Lower, check: Check
+) -> Compiled:
     if torch.is_grad_enabled():
         # Autograd would save every fetched weight for the backward; only a joint graph can fetch it again instead.
-        return _aot_eager(module, inputs, config, lower)
+        return _aot_eager(module, inputs, config, lower, check)
     lower(module, all_realized, False)
     return module.forward
 
 
-def _aot_eager(module: GraphModule, inputs: Sequence[Any], config: OffloadConfig, lower: Lower) -> Compiled:
+def _aot_eager(
+    module: GraphModule, inputs: Sequence[Any], config: OffloadConfig, lower: Lower, check: Check
+) -> Compiled:
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
 
@@ -54,9 +64,11 @@ def _aot_eager(module: GraphModule, inputs: Sequence[Any], config: OffloadConfig
 
     def partition(joint: GraphModule, joint_inputs: Sequence[Any], **options: Any) -> Any:
         tag_recompute(joint.graph)
-        return min_cut_rematerialization_partition(joint, joint_inputs, **options)
+        forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **options)
+        check(backward, all_realized)
+        return forward, backward
 
-    with _patched_autograd():
+    with _without_autograd_cache():
         return aot_autograd(
             fw_compiler=functools.partial(compiler, backward=False),
             bw_compiler=functools.partial(compiler, backward=True),
@@ -65,18 +77,22 @@ def _aot_eager(module: GraphModule, inputs: Sequence[Any], config: OffloadConfig
         )(module, inputs)
 
 
-def _inductor(module: GraphModule, inputs: Sequence[Any], config: OffloadConfig, lower: Lower) -> Compiled:
+def _inductor(
+    module: GraphModule, inputs: Sequence[Any], config: OffloadConfig, lower: Lower, check: Check
+) -> Compiled:
     from torch._inductor import config as inductor_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     def lower_then_compile(graph: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
         lower(graph, aten_realized, bool(options.get("is_backward", False)))
-        # The pass has run, and its name may differ from call to call: in the key of Inductor's cache nothing would ever hit.
-        with inductor_config.patch(joint_custom_pre_pass=None):
+        # Both have run, and the pass's name may differ from call to call: in the key of Inductor's cache nothing would hit.
+        with inductor_config.patch(joint_custom_pre_pass=None, custom_partitioner_fn=None):
             return compile_fx_inner(graph, example_inputs, **options)
 
-    with _patched_autograd():
-        return compile_fx(module, inputs, inner_compile=lower_then_compile, config_patches=_inductor_options(config))
+    options = _inductor_options(config, check)
+    with _without_autograd_cache():
+        compiled: Any = compile_fx(module, inputs, inner_compile=lower_then_compile, config_patches=options)
+    return compiled
 
 
 def compile_alone(module: GraphModule, inputs: Sequence[Any], config: OffloadConfig) -> Compiled:
@@ -84,7 +100,8 @@ def compile_alone(module: GraphModule, inputs: Sequence[Any], config: OffloadCon
     if config.inner_backend == "inductor":
         from torch._inductor.compile_fx import compile_fx
 
-        return compile_fx(module, inputs, config_patches=_user_options(config))
+        compiled: Any = compile_fx(module, inputs, config_patches=_user_options(config))
+        return compiled
     if config.inner_backend == "aot_eager":
         from torch._dynamo.backends.registry import lookup_backend
 
@@ -92,11 +109,12 @@ def compile_alone(module: GraphModule, inputs: Sequence[Any], config: OffloadCon
     return module.forward
 
 
-def _patched_autograd() -> Any:
+def _without_autograd_cache() -> Any:
     # AOTAutograd's cache is keyed by the graph before lowering and would return a graph with another budget's schedule.
     # Inductor's own cache is keyed by the lowered graph and stays on.
-    # A backward compiled as late as its first call could need a larger pool than the one that the forward was planned with.
-    return torch._functorch.config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True)
+    from torch._functorch import config as autograd_config
+
+    return autograd_config.patch(enable_autograd_cache=False)
 
 
 def _user_options(config: OffloadConfig) -> dict[str, Any]:
@@ -119,7 +137,7 @@ def _user_options(config: OffloadConfig) -> dict[str, Any]:
     return options
 
 
-def _inductor_options(config: OffloadConfig) -> dict[str, Any]:
+def _inductor_options(config: OffloadConfig, check: Check) -> dict[str, Any]:
     from torch._functorch import config as autograd_config
     from torch._inductor import config as inductor_config
 
@@ -132,7 +150,26 @@ def _inductor_options(config: OffloadConfig) -> dict[str, Any]:
         ("post_grad_custom_post_pass", hoist_and_verify, "1"),
     ):
         options[name] = _followed_by(options.get(name, getattr(inductor_config, name)), own, version)
+    partition = options.get("custom_partitioner_fn", inductor_config.custom_partitioner_fn)
+    options["custom_partitioner_fn"] = _checking_partitioner(partition, check)
     return options
+
+
+def _checking_partitioner(partition: Any, check: Check) -> Any:
+    """An Inductor partitioner that does what `partition`, or Inductor's own where it is None, does, and checks the backward."""
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class CheckBackward(CustomPartitionerFn):
+        def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+            forward, backward = (partition or min_cut_rematerialization_partition)(gm, joint_inputs, **kwargs)
+            check(backward, aten_realized)
+            return forward, backward
+
+        def uuid(self) -> Any:
+            return f"flextensor_fx.check_backward.1:{partition.uuid() if partition is not None else None}"
+
+    return CheckBackward()
 
 
 def hoist_and_verify(graph: Graph) -> None:

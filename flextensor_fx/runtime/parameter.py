@@ -42,7 +42,7 @@ class OffloadedParameter(Tensor):
     _handle: Tensor
 
     # Subclasses without this get every result wrapped into themselves; ours must be plain tensors.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]  # torch's own idiom
 
     @staticmethod
     def __new__(
@@ -81,7 +81,8 @@ class OffloadedParameter(Tensor):
                 parameter.requires_grad,
             )
         for name, value in vars(parameter).items():  # marks that libraries leave on parameters
-            new.__dict__.setdefault(name, value)
+            if name not in vars(new):
+                setattr(new, name, value)
         return new
 
     # --- tracing ---------------------------------------------------------------------------------------------------
@@ -137,8 +138,9 @@ class OffloadedParameter(Tensor):
             stands_for[id(value)] = parameter
             return value
 
-        args, kwargs = pytree.tree_map_only(OffloadedParameter, value_of, (args, dict(kwargs or {})))
-        result = func(*args, **kwargs)
+        values: Any = pytree.tree_map_only(OffloadedParameter, value_of, args)
+        named: Any = pytree.tree_map_only(OffloadedParameter, value_of, dict(kwargs or {}))
+        result = func(*values, **named)
         # An in-place op returns its argument: the caller must get its own object back.
         return pytree.tree_map_only(Tensor, lambda out: stands_for.get(id(out), out), result)
 
@@ -192,7 +194,9 @@ class OffloadedParameter(Tensor):
     def replaced_by(self, value: Tensor) -> nn.Parameter:
         """A plain parameter of this one's requires_grad and marks around `value`."""
         plain = nn.Parameter(value, requires_grad=self.requires_grad)
-        plain.__dict__.update({name: mark for name, mark in vars(self).items() if name not in _OWN})
+        for name, mark in vars(self).items():
+            if name not in _OWN:
+                setattr(plain, name, mark)
         return plain
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
