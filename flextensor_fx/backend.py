@@ -74,7 +74,9 @@ def flextensor(
                 registry.forget(session)
         raise
     moved = [pair for session in sessions for pair in session.commit()]
-    sources = [source for node in weights if node in compilation.fetched and (source := _sources.source_of(node)) is not None]
+    sources = [
+        source for node in weights if node in compilation.fetched and (source := _sources.source_of(node)) is not None
+    ]
     guard_on_stand_ins({id(old): stand_in for old, stand_in in moved}, sources)
     return compiled
 

@@ -162,7 +162,15 @@ class OffloadConfig:
             return self
         given = options.asdict() if isinstance(options, OffloadConfig) else dict(options)
         changed = OffloadConfig(**{**self.asdict(), **given})
-        for name in ("include_patterns", "exclude_patterns", "budget", "device", "lookahead", "min_stream_bytes", "store_dir"):
+        for name in (
+            "include_patterns",
+            "exclude_patterns",
+            "budget",
+            "device",
+            "lookahead",
+            "min_stream_bytes",
+            "store_dir",
+        ):
             if getattr(changed, name) != getattr(self, name):
                 raise ConfigError(
                     f"option {name!r}: {store} is offloaded with {getattr(self, name)!r}, found {getattr(changed, name)!r}; "

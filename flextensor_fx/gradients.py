@@ -35,7 +35,9 @@ def refuse_gradients(compiled: Callable[..., Any], weights: Sequence[str], place
         f"backward: {len(weights)} streamed weights require a gradient and cannot receive one, the first is {weights[0]!r}. "
         "Freeze them (requires_grad_(False)), leave them out with exclude_patterns, or run under torch.no_grad()"
     )
-    warnings.warn(message.replace("backward:", "flextensor: backward() will be refused:", 1), GradientWarning, stacklevel=2)
+    warnings.warn(
+        message.replace("backward:", "flextensor: backward() will be refused:", 1), GradientWarning, stacklevel=2
+    )
 
     def run(*arguments: Any) -> Any:
         outputs = list(compiled(*arguments))

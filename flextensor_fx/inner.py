@@ -42,9 +42,7 @@ def compile_inner(
     )
 
 
-def _eager(
-    module: GraphModule, inputs: Sequence[Any], config: OffloadConfig, lower: Lower, check: Check
-) -> Compiled:
+def _eager(module: GraphModule, inputs: Sequence[Any], config: OffloadConfig, lower: Lower, check: Check) -> Compiled:
     if torch.is_grad_enabled():
         # Autograd would save every fetched weight for the backward; only a joint graph can fetch it again instead.
         return _aot_eager(module, inputs, config, lower, check)
@@ -132,7 +130,9 @@ def _user_options(config: OffloadConfig) -> dict[str, Any]:
     for name, value in (config.inner_options or {}).items():
         name = name.replace("-", "_")
         if not hasattr(inductor_config, name.split(".")[0]):
-            raise ConfigError(f"option 'inner_options': Inductor has no option {name!r}; see torch._inductor.list_options()")
+            raise ConfigError(
+                f"option 'inner_options': Inductor has no option {name!r}; see torch._inductor.list_options()"
+            )
         options[name] = value
     return options
 
@@ -161,7 +161,9 @@ def _checking_partitioner(partition: Any, check: Check) -> Any:
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     class CheckBackward(CustomPartitionerFn):
-        def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        def __call__(
+            self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+        ) -> tuple[GraphModule, GraphModule]:
             forward, backward = (partition or min_cut_rematerialization_partition)(gm, joint_inputs, **kwargs)
             check(backward, aten_realized)
             return forward, backward

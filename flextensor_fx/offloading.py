@@ -42,7 +42,9 @@ def offload(model: Model, config: OffloadConfig | Mapping[str, Any]) -> Model:
     if not config.enabled:
         return model
     if root in registry.sessions:
-        raise OffloadError(f"offload: {type(root).__name__} is offloaded already; call flextensor_fx.release(model) first")
+        raise OffloadError(
+            f"offload: {type(root).__name__} is offloaded already; call flextensor_fx.release(model) first"
+        )
     session = Session.open(Roots({"": root}), config, None, {})
     registry.sessions[root] = session
     session.commit(in_place=True)

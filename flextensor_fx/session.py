@@ -82,7 +82,9 @@ class Session:
     _callables: list[weakref.ref[Any]] = field(default_factory=list)
     _roots: dict[str, weakref.ref[nn.Module]] = field(default_factory=dict)
     _moved: dict[str, OffloadedParameter] = field(default_factory=dict)
-    _stand_ins: weakref.WeakValueDictionary[str, OffloadedParameter] = field(default_factory=weakref.WeakValueDictionary)
+    _stand_ins: weakref.WeakValueDictionary[str, OffloadedParameter] = field(
+        default_factory=weakref.WeakValueDictionary
+    )
     _stays_by_graph: Mapping[str, str] = field(default_factory=dict)
     _signature: object = None
     _pool_floor: int = 0
@@ -230,7 +232,9 @@ class Session:
         new = [WeightSpec(spec.key, spec.size, spec.stride, spec.dtype) for spec in specs]
         if self.engine is None:
             store = Store.create(SessionDir(self.config.store_dir), new, direct_io=self.config.direct_io)
-            self.engine = Engine(self.uid, store, max(self._page_pool, self.pool), read_threads=self.config.read_threads)
+            self.engine = Engine(
+                self.uid, store, max(self._page_pool, self.pool), read_threads=self.config.read_threads
+            )
             registry.register(self.engine)
         elif new:
             self.engine.store.add(new)
@@ -363,7 +367,9 @@ def _plan(
             )
         raise BudgetError(text, error.least) from None
     if moved - set(made.streamed):  # moved away already: they stay streamed, and their room goes unused
-        made = replace(made, streamed=(*made.streamed, *sorted(moved - set(made.streamed))), resident=made.resident - moved)
+        made = replace(
+            made, streamed=(*made.streamed, *sorted(moved - set(made.streamed))), resident=made.resident - moved
+        )
     return made
 
 

@@ -22,11 +22,13 @@ class Case:
     Fields:
         name: of the test.
         build: makes the model and keyword arguments for one call.
+        pointwise: patterns of the larger weights that no product, but loops read: position tables, decays.
         breaks: why torch itself cannot capture the model as one graph; "" where it can.
     """
 
     name: str
     build: Callable[[], tuple[nn.Module, Inputs]]
+    pointwise: tuple[str, ...] = ()
     breaks: str = ""
 
     def make(self) -> tuple[nn.Module, Inputs]:
@@ -193,11 +195,11 @@ CASES = (
     Case("gpt2", _gpt2),
     Case("bert", _bert),
     Case("t5", _t5),
-    Case("whisper", _whisper),
-    Case("vit", _vit),
+    Case("whisper", _whisper, pointwise=("**.embed_positions",)),
+    Case("vit", _vit, pointwise=("**.position_embeddings",)),
     Case("clip", _clip),
     Case("convnext", _convnext),
-    Case("mamba", _mamba),
+    Case("mamba", _mamba, pointwise=("**.A_log",)),
     Case("rwkv", _rwkv),
     Case("recurrent_gemma", _recurrent_gemma),
     Case("dit", _dit),

@@ -162,7 +162,9 @@ class OffloadedParameter(Tensor):
 
     def numpy(self, **options: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if self.requires_grad:
-            raise RuntimeError("Can't call numpy() on a Tensor that requires grad. Use tensor.detach().numpy() instead.")
+            raise RuntimeError(
+                "Can't call numpy() on a Tensor that requires grad. Use tensor.detach().numpy() instead."
+            )
         return self.plain().numpy(**options)
 
     def untyped_storage(self) -> torch.UntypedStorage:
@@ -211,4 +213,3 @@ class OffloadedParameter(Tensor):
         if isinstance(self._handle, FakeTensor):
             return f"OffloadedParameter({self.key!r}, {tuple(self.shape)}, {self.dtype})"
         return f"Parameter containing (offloaded as {self.key!r}):\n{self.plain()!r}"
-
