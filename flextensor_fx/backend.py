@@ -220,7 +220,10 @@ class _Compilation:
         pipeline = Pipeline(captured, self._name("captured"), self._dump_dir)
         specs = {copies[node]: _spec(weight) for node, weight in streamed.items()}
         if specs:
-            pipeline.apply(partial(place_fetches, weights=specs))
+            # A call that records gradients is refused its backward; a leaf inside its graph would only make one be compiled.
+            flagged = [] if torch.is_grad_enabled() else [n for n, w in streamed.items() if w.value.requires_grad]
+            trainable = frozenset(copies[node] for node in flagged)
+            pipeline.apply(partial(place_fetches, weights=specs, trainable=trainable))
         kept = [place for place, node in enumerate(placeholders) if node not in streamed]
         # An offloaded weight that is no fetch (the graph changes it) comes in as a tensor over the store's file.
         examples = [v.plain() if isinstance(v := inputs[place], OffloadedParameter) else v for place in kept]

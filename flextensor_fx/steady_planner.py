@@ -22,6 +22,7 @@ Uses = Sequence[tuple[str, int, tuple[int, ...]]]
 
 _JUDGED = 4  # sets of streamed weights that are scheduled and simulated in full
 _JUDGED_WITH_LOOKAHEAD = 12  # the search knows nothing of a lookahead, so more of what it finds is tried
+_FEW = 64  # weights up to which that costs nothing to speak of
 _OVERLAP_SLACK = 1.02  # without a budget: time allowed, relative to a pool without limit
 
 
@@ -62,7 +63,12 @@ def plan_steady(
         lower_bound_ms=known_ms,
     )
     best: tuple[frozenset[int], SteadySchedule, SteadyRun] | None = None
-    for chosen in choose_steady(problem, _JUDGED if lookahead is None else _JUDGED_WITH_LOOKAHEAD):
+    found = choose_steady(problem, _JUDGED if lookahead is None else _JUDGED_WITH_LOOKAHEAD)
+    if len(streamable) <= _FEW and any(len(set(uses[w][2])) > 1 for w in streamable):
+        # The search knows one set of windows; with fewer weights streamed those of a weight used twice are others.
+        front = sorted(streamable, key=lambda w: (min(uses[w][2]), w))
+        found += [frozenset(front[kept:]) for kept in range(len(front))]
+    for chosen in found:
         served = circular_windows([uses[w] for w in sorted(chosen)], len(step_ms))
         held = sum(sizes) - sum(sizes[w] for w in chosen)
         pool = min(budget - held, max(sum(w.nbytes for w in served), least_pool))

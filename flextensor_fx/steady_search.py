@@ -81,7 +81,12 @@ class _Search:
         self.windows_of: dict[int, list[int]] = {}
         for at, (weight, _, _) in enumerate(problem.windows):
             self.windows_of.setdefault(weight, []).append(at)
-        self.order = list(self.windows_of)  # by first use, which dicts keep
+        steps = len(problem.clock) - 1
+        # By first use within the call; a stay that began in the call before counts from where it ends in this one.
+        begins: dict[int, int] = {}
+        for weight, first, last in problem.windows:
+            begins[weight] = min(begins.get(weight, first), first, last % steps if last >= steps else first)
+        self.order = sorted(begins, key=lambda w: (begins[w], w))
         self.excess = sum(problem.sizes) - problem.budget
         self.goal = problem.lower_bound_ms * (1 + _CLOSE_ENOUGH)
         count = len(problem.windows)
@@ -199,21 +204,20 @@ class _Search:
         return max((held[s] + held[s + steps] for s in range(steps)), default=0)
 
     def _fitting(self, pool: int) -> frozenset[int]:
-        """Weights that may be streamed through `pool`; where those of one step do not fit together the largest stay."""
+        """Weights that may be streamed through `pool`; where those of one step do not fit together, few bytes stay."""
         sizes, steps = self.problem.sizes, len(self.problem.clock) - 1
         fits = {w for w in self.order if sizes[w] <= pool}
-        live: list[tuple[int, int, int]] = []  # (-bytes, weight, last_use)
+        live: list[tuple[int, int, int]] = []  # (bytes, weight, last_use)
         for call in (0, 1):
             for weight, first, last in self.problem.windows:
-                if weight in fits:
-                    live = [x for x in live if x[2] >= first + call * steps and x[1] in fits]
-                    live.append((-sizes[weight], weight, last + call * steps))
-                    held = -sum(x[0] for x in live)
-                    for nbytes, other, _ in sorted(live):
-                        if held <= pool:
-                            break
-                        fits.discard(other)
-                        held += nbytes
+                if weight not in fits:
+                    continue
+                live = [x for x in live if x[2] >= first + call * steps and x[1] in fits]
+                live.append((sizes[weight], weight, last + call * steps))
+                live.sort()
+                while (over := sum(x[0] for x in live) - pool) > 0:
+                    at = next((i for i, x in enumerate(live) if x[0] >= over), len(live) - 1)
+                    fits.discard(live.pop(at)[1])
         return frozenset(fits)
 
     def _spread(self, fits: frozenset[int], pool: int, need: int, by_bytes: bool) -> frozenset[int] | None:

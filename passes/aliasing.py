@@ -14,7 +14,7 @@ from .metadata import is_tensor
 ALIASING_NAMES = frozenset(
     "t T mT H view view_as reshape reshape_as transpose permute unsqueeze squeeze flatten unflatten expand expand_as narrow "
     "chunk split unbind getitem getattr swapaxes swapdims movedim select slice as_strided detach alias contiguous to float "
-    "half bfloat16 double type diagonal real imag data ravel unfold tensor_split hsplit vsplit".split()
+    "half bfloat16 double type diagonal real imag data ravel unfold tensor_split hsplit vsplit requires_grad_".split()
 )
 _WITHOUT_ALIAS_IN_SCHEMA = frozenset((torch.ops.aten._unsafe_view.default,))
 

@@ -23,12 +23,15 @@ class Case:
         name: of the test.
         build: makes the model and keyword arguments for one call.
         pointwise: patterns of the larger weights that no product, but loops read: position tables, decays.
+        apart: loops of several layers that Inductor alone merges into one, and whose inputs are products of weights that have
+            to be streamed one after the other: so many kernels more are made.
         breaks: why torch itself cannot capture the model as one graph; "" where it can.
     """
 
     name: str
     build: Callable[[], tuple[nn.Module, Inputs]]
     pointwise: tuple[str, ...] = ()
+    apart: int = 0
     breaks: str = ""
 
     def make(self) -> tuple[nn.Module, Inputs]:
@@ -202,7 +205,7 @@ CASES = (
     Case("mamba", _mamba, pointwise=("**.A_log",)),
     Case("rwkv", _rwkv),
     Case("recurrent_gemma", _recurrent_gemma),
-    Case("dit", _dit),
+    Case("dit", _dit, apart=2),
     Case("flux", _flux),
     Case("unet", unet),
 )
