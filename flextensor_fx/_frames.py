@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from torch import nn
@@ -46,6 +46,17 @@ def compiled_callable() -> Any:
         if _is_wrapper(frame):
             return unwrap(frame.f_locals.get("fn"))
     return None
+
+
+def compiled_code() -> CodeType | None:
+    """The code object that Dynamo is compiling; None outside a compilation."""
+    try:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        frame: Any = InstructionTranslator.current_tx().output.root_tx
+        return frame.f_code
+    except (ImportError, AttributeError):
+        return None
 
 
 def _frames_of_compilation() -> Iterator[FrameType]:

@@ -15,6 +15,22 @@ from torch import Tensor
 from torch._guards import TracingContext
 from torch.utils.weak import TensorWeakRef
 
+from ._sources import source_name
+
+
+def other_sources() -> dict[str, list[Any]]:
+    """By name of a source in the running compilation: the further sources that must go on giving the very same tensor."""
+    context = TracingContext.try_get()
+    others: dict[str, list[Any]] = {}
+    for guard in context.guards_context.dynamo_guards if context is not None else ():
+        intent = guard.create_fn
+        other = intent.keywords.get("source_b") if isinstance(intent, functools.partial) else None
+        if other is not None:
+            first = guard.originating_source
+            others.setdefault(source_name(first), []).append(other)
+            others.setdefault(source_name(other), []).append(first)
+    return others
+
 
 def guard_on_stand_ins(moved: Mapping[int, Tensor], sources: Iterable[Any]) -> None:
     """Redirects guards of the running compilation.

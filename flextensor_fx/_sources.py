@@ -7,6 +7,7 @@ A Dynamo graph has no submodules. Each placeholder carries a source, a chain suc
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from torch import fx, nn
 from .runtime.parameter import OffloadedParameter
 
 _WRAPPER = "_orig_mod"
+_SLOT = re.compile(r"""\._parameters\[['"][^'"]*['"]\]$""")
 
 
 @dataclass(frozen=True)
@@ -110,13 +112,19 @@ def nbytes(tensor: torch.Tensor) -> int:
     return count * tensor.element_size() if type(count) is int else 0
 
 
+def names_a_slot(source: Any) -> bool:
+    """Whether a source reads a parameter from its module, and not from a list, a dict or a variable that holds it too."""
+    return source is not None and _SLOT.search(source_name(source)) is not None
+
+
 def source_of(node: fx.Node) -> Any:
     """Dynamo's source of a placeholder; None where it has none."""
     source = getattr(node, "_dynamo_source", None)
     return source if source is not None else getattr(node.meta.get("grapharg"), "source", None)
 
 
-def _source_name(source: Any) -> str:
+def source_name(source: Any) -> str:
+    """The guard expression of a source."""
     name = source.name
     return str(name() if callable(name) else name)  # a method in older releases, a property in newer ones
 
@@ -142,7 +150,7 @@ def _graph_parameter(node: fx.Node) -> GraphParameter | None:
             is_parameter = container == "_parameters"
             path, container = (*path, text), ""
         elif is_attribute and text in ("_modules", "_parameters"):
-            root = root or _source_name(link.base)
+            root = root or source_name(link.base)
             root_parts = root_parts or parts
             container = text
         elif not (is_attribute and text == _WRAPPER):

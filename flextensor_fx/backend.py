@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from . import _frames, _sources
-from ._guards import guard_on_stand_ins
+from ._guards import guard_on_stand_ins, other_sources
 from .candidates import Roots
 from .config import OffloadConfig
 from .errors import SelectionError
@@ -64,16 +64,17 @@ def flextensor(
     sessions = list(dict.fromkeys(weight.session for weight in weights.values()))
     for session in sessions:
         session.note_callable(_frames.compiled_callable())
+        session.note_compilation(_frames.compiled_code())
         config = session.config.overlaid(options, session.uid)
     compilation = _Compilation(graph_module, config, weights)
     try:
         compiled = compilation.run_until_it_fits(example_inputs)
+        moved = [pair for session in sessions for pair in session.commit()]
     except Exception:
         for session in sessions:
             if session.engine is None:  # nothing has been moved: what would refuse other options must not stay behind
                 registry.forget(session)
         raise
-    moved = [pair for session in sessions for pair in session.commit()]
     sources = [
         source for node in weights if node in compilation.fetched and (source := _sources.source_of(node)) is not None
     ]
@@ -123,8 +124,11 @@ def _owners() -> dict[int, tuple[Session, str | None]]:
     """By id of every parameter of every offloaded model: its session, and its name if it is selected."""
     owners: dict[int, tuple[Session, str | None]] = {}
     for session in registry.living_sessions():
+        moved = {id(parameter) for parameter in session.moved.values()}
         for name, slot in session.roots.slots().items():
             key = id(slot.parameter)
+            if isinstance(slot.parameter, OffloadedParameter) and key not in moved:
+                continue  # of another session, whose name and key for it count
             if name in session.nbytes or key not in owners:
                 owners[key] = session, name if name in session.nbytes else None
     return owners
@@ -152,10 +156,27 @@ def _open(module: GraphModule, parameters: Mapping[Node, nn.Parameter], config: 
     }
     changed = mutated_placeholders(module.graph, named)
     stays = {name: "the graph changes it in place" for node in changed for name in named[node]}
+    stays |= {
+        name: "the graph reads it from outside its module too" for node in _read_outside(named) for name in named[node]
+    }
     costs = Costs(steps_of, step_costs(uses, measure_compute()), default_link())
     session = Session.open(roots, config, costs, stays)
     for root in roots.modules.values():
         registry.sessions[root] = session
+
+
+def _read_outside(placeholders: Iterable[Node]) -> list[Node]:
+    """Those of `placeholders` that some list, dict or variable gives to the graph: it would go on giving the old parameter."""
+    others = other_sources()
+    found = []
+    for node in placeholders:
+        source = _sources.source_of(node)
+        if source is None:
+            continue
+        sources = [source, *others.get(_sources.source_name(source), ())]
+        if not all(_sources.names_a_slot(one) for one in sources):
+            found.append(node)
+    return found
 
 
 def _roots_of(module: GraphModule, parameters: Mapping[Node, nn.Parameter]) -> Roots:
@@ -231,7 +252,9 @@ class _Compilation:
         run = _runner(compiled, kept, {p for p in kept if isinstance(inputs[p], OffloadedParameter)}, self.sessions)
         trainable = [w.name for w in self.weights.values() if w.value.requires_grad and _offloaded(w)]
         if torch.is_grad_enabled() and trainable:
-            return refuse_gradients(run, trainable, differentiable_outputs(self.module.graph))
+            written = mutated_placeholders(self.module.graph, (n for n in placeholders if n not in self.weights))
+            inputs_written = [place for place, node in enumerate(placeholders) if node in written]
+            return refuse_gradients(run, trainable, differentiable_outputs(self.module.graph), inputs_written)
         return run
 
     def _lower(self, module: GraphModule, realized: Realized, backward: bool) -> None:

@@ -91,8 +91,11 @@ def _slots(root: nn.Module) -> Iterator[tuple[str, Slot]]:
                 yield (f"{path}.{name}" if path else name), Slot(module, name)
 
 
-def find_candidates(roots: Roots, selection: Selection) -> tuple[Candidate, ...]:
+def find_candidates(roots: Roots, selection: Selection, instance: str = "") -> tuple[Candidate, ...]:
     """One candidate per selected weight, in the order of the model's parameters.
+
+    Args:
+        instance: of the engine that the model is offloaded with; stand-ins of any other engine stay as they are.
 
     Raises:
         OffloadError: the selected weights lie on several devices.
@@ -110,6 +113,10 @@ def find_candidates(roots: Roots, selection: Selection) -> tuple[Candidate, ...]
         if identity not in by_tensor:
             _note_range(parameter, identity, ranges)
         by_tensor.setdefault(identity, []).append(slot)
+    for _, module in walk(roots.holder()):
+        for buffer in module._buffers.values():
+            if buffer is not None:  # a view of a weight that the model keeps would be cut off from it
+                _note_range(buffer, id(buffer), ranges)
     overlapping = _overlapping(ranges)
     found = []
     for name in sorted(selection.weights, key={name: place for place, name in enumerate(by_name)}.__getitem__):
@@ -117,9 +124,13 @@ def find_candidates(roots: Roots, selection: Selection) -> tuple[Candidate, ...]
         identity = _sources.storage_key(parameter)
         unit = selection.unit_of(name)
         assert unit is not None
-        stays = None if isinstance(parameter, OffloadedParameter) else check_storable(parameter)
+        if isinstance(parameter, OffloadedParameter):
+            foreign = parameter.identity[1] != instance
+            stays = "it is offloaded already, with another model" if foreign else None
+        else:
+            stays = check_storable(parameter)
         if stays is None and identity in overlapping:
-            stays = "its memory overlaps another parameter's"
+            stays = "its memory overlaps another parameter's or a buffer's"
         found.append(Candidate(name, unit.path, tuple(by_tensor[identity]), stays))
     devices = {candidate.parameter.device for candidate in found if candidate.stays is None}
     if len(devices) > 1:

@@ -25,8 +25,10 @@ def differentiable_outputs(graph: Graph) -> tuple[int, ...]:
     return tuple(place for place, value in enumerate(values) if isinstance(value, Tensor) and value.requires_grad)
 
 
-def refuse_gradients(compiled: Callable[..., Any], weights: Sequence[str], places: Sequence[int]) -> Callable[..., Any]:
-    """`compiled` with its outputs at `places` made to raise a GradientError in backward.
+def refuse_gradients(
+    compiled: Callable[..., Any], weights: Sequence[str], places: Sequence[int], written: Sequence[int]
+) -> Callable[..., Any]:
+    """`compiled` with its outputs at `places`, and its arguments at `written`, made to raise a GradientError in backward.
 
     The forward is right. A backward would leave the streamed `weights` without a gradient, and training would go silently
     wrong: an output that looked like a constant, or one whose other gradients came through.
@@ -39,6 +41,9 @@ def refuse_gradients(compiled: Callable[..., Any], weights: Sequence[str], place
         message.replace("backward:", "flextensor: backward() will be refused:", 1), GradientWarning, stacklevel=2
     )
 
+    def refuse(gradient: Tensor) -> None:
+        raise GradientError(message)
+
     def run(*arguments: Any) -> Any:
         outputs = list(compiled(*arguments))
         if not torch.is_grad_enabled():
@@ -46,6 +51,9 @@ def refuse_gradients(compiled: Callable[..., Any], weights: Sequence[str], place
         anchor = torch.empty(0, requires_grad=True)
         for place in places:
             outputs[place] = _Refusal.apply(outputs[place], anchor, message)
+        for argument in (arguments[place] for place in written):
+            if isinstance(argument, Tensor) and argument.requires_grad:  # what the graph wrote there has a history now
+                argument.register_hook(refuse)
         return outputs
 
     return run

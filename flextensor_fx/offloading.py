@@ -47,7 +47,14 @@ def offload(model: Model, config: OffloadConfig | Mapping[str, Any]) -> Model:
         )
     session = Session.open(Roots({"": root}), config, None, {})
     registry.sessions[root] = session
-    session.commit(in_place=True)
+    try:
+        session.commit(in_place=True)
+    except Exception:
+        if (
+            session.engine is None
+        ):  # nothing has been moved: the model is not offloaded, and may be with another store_dir
+            registry.forget(session)
+        raise
     return model
 
 

@@ -8,16 +8,22 @@ from __future__ import annotations
 import hashlib
 import sys
 import threading
+import warnings
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import CodeType
 from typing import Any
 
+import torch
+import torch._dynamo
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
 from ._sources import nbytes as bytes_of
 from ._sources import storage_key
-from .candidates import Candidate, Roots, find_candidates
+from .candidates import Candidate, Roots, Slot, find_candidates
 from .config import OffloadConfig
 from .errors import BudgetError, OffloadError
 from .estimate import default_link
@@ -85,6 +91,8 @@ class Session:
     _stand_ins: weakref.WeakValueDictionary[str, OffloadedParameter] = field(
         default_factory=weakref.WeakValueDictionary
     )
+    _compilations: Counter[CodeType | None] = field(default_factory=Counter)
+    _originals: dict[str, TensorWeakRef] = field(default_factory=dict)
     _stays_by_graph: Mapping[str, str] = field(default_factory=dict)
     _signature: object = None
     _pool_floor: int = 0
@@ -136,7 +144,7 @@ class Session:
         signature = _signature(roots)
         if signature != self._signature:
             selection = select(roots.tree(), self.config.include_patterns, self.config.exclude_patterns)
-            candidates = find_candidates(roots, selection)
+            candidates = find_candidates(roots, selection, "" if self.engine is None else self.engine.instance)
             _require_cpu(candidates)
             unit_of, nbytes, stays = _facts(candidates, self._stays_by_graph)
             costs = _complete(self.costs, nbytes)
@@ -178,12 +186,26 @@ class Session:
         return key
 
     def candidates(self) -> tuple[Candidate, ...]:
-        return find_candidates(self.roots, self.selection)
+        return find_candidates(self.roots, self.selection, "" if self.engine is None else self.engine.instance)
 
     def note_callable(self, value: Any) -> None:
         """Notes what the user compiled, so that a report can be asked for by it."""
         if value is not None and not self.has_callable(value):
             self._callables.append(_reference(value))
+
+    def note_compilation(self, code: CodeType | None) -> None:
+        """Counts the graphs made of one code object, and warns when Dynamo will make no more of them."""
+        limit = torch._dynamo.config.recompile_limit
+        self._compilations[code] += 1
+        if code is not None and self._compilations[code] == limit:
+            warnings.warn(
+                f"flextensor: {limit} graphs of {code.co_qualname} were compiled for {self.uid}, and Dynamo compiles no more "
+                "(torch._dynamo.config.recompile_limit); further ones run uncompiled, right but slow. The keys of streamed "
+                "weights are in a graph, so a block that is compiled by itself, or holds a graph break, needs one graph for each "
+                "of its instances: raise the limit, or compile the whole model without breaks",
+                UserWarning,
+                stacklevel=3,
+            )
 
     def has_callable(self, value: Any) -> bool:
         return value is not None and any(ref() == value for ref in self._callables)
@@ -221,8 +243,9 @@ class Session:
         Raises:
             StoreError: the disk is full or fails. Weights moved so far stay moved and right; the rest stays in memory.
         """
+        streamed = self.streamed
         pending = [
-            c for c in self.candidates() if c.name in self.streamed and not isinstance(c.parameter, OffloadedParameter)
+            c for c in self.candidates() if c.name in streamed and not isinstance(c.parameter, OffloadedParameter)
         ]
         if not pending:
             return []
@@ -255,6 +278,8 @@ class Session:
             engine.write(key, olds[0].detach())
         stand_in = OffloadedParameter.of(olds[0], key, engine)
         self._moved[candidate.name] = self._stand_ins[key] = stand_in
+        if _is_plain(olds[0]):
+            self._originals[key] = TensorWeakRef(olds[0])
         alias = None if in_place else engine.mapped(key)
         for slot, old in zip(candidate.slots, olds, strict=True):
             slot.put(stand_in)
@@ -270,24 +295,43 @@ class Session:
         Raises:
             StoreError: a weight cannot be read. Those brought back so far stay; the others and the store are as they were.
         """
+        with self.lock:  # a call on another thread still needs the store
+            self._close()
+
+    def _close(self) -> None:
         engine = self.engine
         if engine is None:
             return
         returned = _ReturnedValues()
-        slots = [slot for slot in self.roots.slots().values() if isinstance(slot.parameter, OffloadedParameter)]
+        slots: dict[int, list[Slot]] = {}
+        for slot in self.roots.slots().values():
+            slots.setdefault(id(slot.parameter), []).append(slot)
         for key, stand_in in list(self._stand_ins.items()):
             value = engine.read(key)
-            parameter = stand_in.replaced_by(value)
+            parameter = self._original(key, stand_in, value)
             returned.values[key] = value
-            for slot in slots:
-                if slot.parameter is stand_in:
-                    slot.put(parameter)
+            for slot in slots.get(id(stand_in), ()):
+                slot.put(parameter)
             stand_in.source = returned  # references that the user kept go on working
             del self._stand_ins[key]
         self._moved = {}
         registry.unregister(engine)
         self.engine = None
         engine.close()
+
+    def _original(self, key: str, stand_in: OffloadedParameter, value: Tensor) -> nn.Parameter:
+        """The parameter that was moved away, with `value`, if anybody still holds it: an optimizer must find it in the model."""
+        reference = self._originals.pop(key, None)
+        original = None if reference is None else reference()
+        if original is None:
+            return stand_in.replaced_by(value)
+        original.data = value
+        original.requires_grad_(stand_in.requires_grad)
+        return original
+
+
+def _is_plain(parameter: Tensor) -> bool:
+    return type(parameter) is nn.Parameter
 
 
 def _reference(value: Any) -> weakref.ref[Any]:

@@ -1,9 +1,10 @@
-"""The four ops of the graph language: schemas and fake implementations.
+"""The ops of the graph language: schemas and fake implementations.
 
     fetch(key, spec) -> weight                  the value of this weight on the compute device
     prefetch(key, device, after) -> token       starts the copy; the token is an empty tensor
     wait(token, key, spec, after) -> weight     the only way to a weight is through its wait
     offload(weight, key, after) -> token        the weight's last consumers are done: its memory is given up
+    rows(table, indices) -> (rows, places)      the rows that are looked up, and where each lookup finds its own among them
 
 where `spec` stands for `size, stride, dtype, device`. `after` lists tensors that must have been computed before; they are
 never read. No op aliases or mutates anything: every weight is fresh memory that the graph owns, so a reader that the
@@ -30,11 +31,13 @@ _library.define(f"fetch(str key, {_SPEC}) -> Tensor", tags=_TAGS)
 _library.define("prefetch(str key, Device device, Tensor[] after) -> Tensor", tags=_TAGS)
 _library.define(f"wait(Tensor token, str key, {_SPEC}, Tensor[] after) -> Tensor", tags=_TAGS)
 _library.define("offload(Tensor weight, str key, Tensor[] after) -> Tensor", tags=_TAGS)
+_library.define("rows(Tensor table, Tensor indices) -> (Tensor rows, Tensor places)", tags=_TAGS)
 
 fetch = torch.ops.flextensor_fx.fetch.default
 prefetch = torch.ops.flextensor_fx.prefetch.default
 wait = torch.ops.flextensor_fx.wait.default
 offload = torch.ops.flextensor_fx.offload.default
+rows = torch.ops.flextensor_fx.rows.default
 
 TRANSFER_OPS = (prefetch, wait, offload)
 ALL_OPS = (fetch, *TRANSFER_OPS)
@@ -75,9 +78,14 @@ def _offload_fake(weight: Tensor, key: str, after: Sequence[Tensor]) -> Tensor:
     return new_token(weight.device)
 
 
+@torch.library.register_fake("flextensor_fx::rows", lib=_library)
+def _rows_fake(table: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    return table.new_empty((indices.numel(), *table.shape[1:])), indices.new_empty(indices.shape)
+
+
 # Without a fall-through, a graph that is interpreted under grad mode would hang a "not implemented" backward on every
 # `after` edge. None of the ops carries a gradient: streamed weights are frozen, tokens hold no values.
-for _name in ("fetch", "prefetch", "wait", "offload"):
+for _name in ("fetch", "prefetch", "wait", "offload", "rows"):
     _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 
 # The last offload of a call has no reader; dead-code elimination would drop it and its memory would look used for ever.

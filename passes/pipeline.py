@@ -15,8 +15,9 @@ from torch.fx import Graph, GraphModule, Node
 from .collect_uses import Uses, collect_uses
 from .drop_unread_fetches import drop_unread_fetches
 from .fetches import FetchSpec, fetch_nodes
+from .gather_rows import gather_rows
 from .insert_transfers import insert_transfers
-from .realized import Realized
+from .realized import Realized, aten_realized
 from .schedule import PoolError, Schedule, schedule
 from .verify_graph import verify_graph
 from .verify_schedule import verify_schedule
@@ -108,6 +109,8 @@ def lower(pipeline: Pipeline, realized: Realized, limits: Mapping[str, Limit]) -
         PoolTooSmall: a store's pool cannot hold what must be live together; no transfer has been written then.
     """
     pipeline.apply(drop_unread_fetches)
+    if realized is aten_realized:  # only this one is of a compiler that repeats lookups
+        pipeline.apply(gather_rows)
     start = time.perf_counter()
     uses, schedules = _schedules(pipeline.module.graph, realized, limits)
     pipeline.seconds += time.perf_counter() - start

@@ -135,7 +135,9 @@ def _mamba() -> tuple[nn.Module, Inputs]:
 def _rwkv() -> tuple[nn.Module, Inputs]:
     from transformers import RwkvConfig, RwkvForCausalLM
 
-    config = RwkvConfig(vocab_size=96, context_length=16, hidden_size=32, num_hidden_layers=2, use_cache=False)
+    config = RwkvConfig(
+        vocab_size=96, context_length=16, hidden_size=32, num_hidden_layers=2, rescale_every=0, use_cache=False
+    )
     return RwkvForCausalLM(config), {"input_ids": _ids(2, 4), "use_cache": False}
 
 

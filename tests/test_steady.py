@@ -319,8 +319,11 @@ def simple_periods(uses, step_ms, link, budget):
     n = len(step_ms)
     for kept, lookahead in product(range(len(order) + 1), (0, 2)):
         pool = budget - sum(nbytes for _, nbytes, _ in order[:kept])
+        streamed = [
+            use for use in uses if use in order[kept:]
+        ]  # weights of one step in the order that `plan` takes them
         try:
-            made = steady_schedule(circular_windows(order[kept:], n), n, pool, lookahead)
+            made = steady_schedule(circular_windows(streamed, n), n, pool, lookahead)
         except PoolError:
             continue
         yield simulate_steady(made, step_ms, link).period_ms

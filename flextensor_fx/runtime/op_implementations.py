@@ -56,6 +56,11 @@ def offload(weight: Tensor, key: str, after: Sequence[Tensor]) -> Tensor:
     return _token(weight.device)
 
 
+def rows(table: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    places = torch.arange(indices.numel(), dtype=indices.dtype, device=indices.device).view(indices.shape)
+    return table.index_select(0, indices.flatten()), places
+
+
 def _token(device: torch.device) -> Tensor:
     # A copy of a token costs half as much as one made from its dtype and device.
     return torch.empty_like(_BLANK) if device == _BLANK.device else ops.new_token(device)
@@ -67,5 +72,5 @@ with torch.inference_mode(False):
 
 # CompositeExplicitAutograd also serves calls without a tensor argument, such as the first prefetch of a graph.
 _library = torch.library.Library(ops.NAMESPACE, "IMPL")
-for _implementation in (fetch, prefetch, wait, offload):
+for _implementation in (fetch, prefetch, wait, offload, rows):
     _library.impl(_implementation.__name__, _implementation, "CompositeExplicitAutograd")

@@ -33,6 +33,13 @@ class ValueSource(Protocol):
 _OWN = ("key", "source", "identity", "_handle", "_is_param")
 
 
+_RESHAPING = frozenset(
+    overload
+    for packet in (torch.ops.aten.set_, torch.ops.aten.resize_, torch.ops.aten.resize_as_)
+    for overload in (getattr(packet, name) for name in packet.overloads())
+)
+
+
 class OffloadedParameter(Tensor):
     """A parameter whose value is in the store of `source` under `key`."""
 
@@ -126,6 +133,11 @@ class OffloadedParameter(Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func in _RESHAPING or torch.Tag.inplace_view in func.tags:
+            raise OffloadError(
+                f"{func}: an offloaded weight keeps its shape and its memory; call flextensor_fx.release(model) first, or "
+                "copy_() a new value into it"
+            )
         stands_for: dict[int, OffloadedParameter] = {}
 
         def value_of(parameter: OffloadedParameter) -> Tensor:

@@ -22,11 +22,14 @@ sessions: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDiction
 """The session of each offloaded model; of several modules offloaded together, under each of them."""
 
 _engines: weakref.WeakValueDictionary[str, Engine] = weakref.WeakValueDictionary()
+_used: set[str] = set()
+"""Every uid that an engine has had. A backward graph may outlive its engine: it must never find another one by its keys."""
 
 
 def register(engine: Engine) -> None:
     """Makes `engine` serve the keys "<engine.uid>:..."."""
     _engines[engine.uid] = engine
+    _used.add(engine.uid)
 
 
 def unregister(engine: Engine) -> None:
@@ -36,9 +39,9 @@ def unregister(engine: Engine) -> None:
 
 
 def free_uid(wanted: str) -> str:
-    """`wanted`, or the first of `wanted-2`, `wanted-3`, ... that no living engine has."""
+    """`wanted`, or the first of `wanted-2`, `wanted-3`, ... that no engine of this process has had."""
     uid, number = wanted, 1
-    while uid in _engines:
+    while uid in _used:
         number += 1
         uid = f"{wanted}-{number}"
     return uid
