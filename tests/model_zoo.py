@@ -59,6 +59,11 @@ def llama(**changes: Any) -> tuple[nn.Module, Inputs]:
     return _causal("LlamaConfig", "LlamaForCausalLM", **changes)()
 
 
+def _llama_bf16() -> tuple[nn.Module, Inputs]:
+    model, inputs = llama()
+    return model.to(torch.bfloat16), inputs
+
+
 def _gpt2() -> tuple[nn.Module, Inputs]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -193,6 +198,9 @@ def unet() -> tuple[nn.Module, Inputs]:
 
 CASES = (
     Case("llama", llama),
+    Case(
+        "llama_bf16", _llama_bf16
+    ),  # values of 16 bits are rounded where the compiler writes them out, and nowhere else
     Case("qwen2", _causal("Qwen2Config", "Qwen2ForCausalLM")),
     Case("qwen3", _causal("Qwen3Config", "Qwen3ForCausalLM")),
     Case("mistral", _causal("MistralConfig", "MistralForCausalLM", sliding_window=4)),
