@@ -319,7 +319,7 @@ class Session:
         self.engine = None
         engine.close()
 
-    def _original(self, key: str, stand_in: OffloadedParameter, value: Tensor) -> nn.Parameter:
+    def _original(self, key: str, stand_in: OffloadedParameter, value: Tensor) -> Tensor:
         """The parameter that was moved away, with `value`, if anybody still holds it: an optimizer must find it in the model."""
         reference = self._originals.pop(key, None)
         original = None if reference is None else reference()

@@ -113,7 +113,7 @@ def test_streaming_changes_no_bit_graph_or_kernel(case: Case) -> None:
     flextensor_fx.release(model)
     with torch.no_grad():
         assert_equal(_tensors(model(**inputs)), _tensors(case.make()[0](**inputs)))
-    assert kernels == expected.kernels + Counter(loops=case.apart)
+    assert kernels == expected.kernels + Counter(loops=case.more_loops)
 
 
 def _check(case: Case, model: nn.Module, found: Run, expected: Run) -> None:
