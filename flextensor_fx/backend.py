@@ -266,6 +266,8 @@ class _Compilation:
             self.sessions[uid].record(GraphRecord(name, schedule, pipeline.seconds))
 
     def _check(self, module: GraphModule, realized: Realized) -> None:
+        for uid in self.sessions:
+            registry.retain(uid)
         check_pools(module.graph, realized, self._limits)
 
     @property

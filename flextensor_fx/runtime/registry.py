@@ -22,14 +22,13 @@ sessions: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDiction
 """The session of each offloaded model; of several modules offloaded together, under each of them."""
 
 _engines: weakref.WeakValueDictionary[str, Engine] = weakref.WeakValueDictionary()
-_used: set[str] = set()
-"""Every uid that an engine has had. A backward graph may outlive its engine: it must never find another one by its keys."""
+_retained: set[str] = set()
+"""Uids in backward graphs. Such a graph may outlive its engine, and must never find another one by its keys."""
 
 
 def register(engine: Engine) -> None:
     """Makes `engine` serve the keys "<engine.uid>:..."."""
     _engines[engine.uid] = engine
-    _used.add(engine.uid)
 
 
 def unregister(engine: Engine) -> None:
@@ -39,12 +38,17 @@ def unregister(engine: Engine) -> None:
 
 
 def free_uid(wanted: str) -> str:
-    """`wanted`, or the first of `wanted-2`, `wanted-3`, ... that no engine of this process has had."""
+    """`wanted`, or the first of `wanted-2`, `wanted-3`, ... that no living engine and no backward graph has."""
     uid, number = wanted, 1
-    while uid in _used:
+    while uid in _engines or uid in _retained:
         number += 1
         uid = f"{wanted}-{number}"
     return uid
+
+
+def retain(uid: str) -> None:
+    """Gives `uid` to no other engine: a backward graph has it in its keys."""
+    _retained.add(uid)
 
 
 def engine_of(key: str) -> Engine:
