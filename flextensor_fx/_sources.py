@@ -18,7 +18,8 @@ from torch import fx, nn
 from .runtime.parameter import OffloadedParameter
 
 _WRAPPER = "_orig_mod"
-_SLOT = re.compile(r"""\._parameters\[['"][^'"]*['"]\]$""")
+# Of a module whose forward sets attributes, Dynamo reads `module.__dict__['_parameters']`.
+_SLOT = re.compile(r"""(\._parameters|\.__dict__\[['"]_parameters['"]\])\[['"][^'"]*['"]\]$""")
 
 
 @dataclass(frozen=True)
@@ -139,18 +140,23 @@ def _graph_parameter(node: fx.Node) -> GraphParameter | None:
     root, root_parts, path, container = None, (), (), ""
     parts: tuple[str, ...] = ()
     is_parameter = False
+    holder = None  # a module whose __dict__ is read
     for link in chain:
         step = _step(link)
         if step is None:
             continue
         is_attribute, text = step
+        if is_attribute and text == "__dict__":
+            holder = link.base
+            continue
+        is_attribute, base, holder = is_attribute or holder is not None, holder or getattr(link, "base", None), None
         if is_parameter:
             return None  # an attribute or an element of a parameter
         if container:
             is_parameter = container == "_parameters"
             path, container = (*path, text), ""
         elif is_attribute and text in ("_modules", "_parameters"):
-            root = root or source_name(link.base)
+            root = root or source_name(base)
             root_parts = root_parts or parts
             container = text
         elif not (is_attribute and text == _WRAPPER):

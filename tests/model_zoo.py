@@ -143,7 +143,9 @@ def _rwkv() -> tuple[nn.Module, Inputs]:
     config = RwkvConfig(
         vocab_size=96, context_length=16, hidden_size=32, num_hidden_layers=2, rescale_every=0, use_cache=False
     )
-    return RwkvForCausalLM(config), {"input_ids": _ids(2, 4), "use_cache": False}
+    model = RwkvForCausalLM(config)
+    model.rwkv.layers_are_rescaled = True  # as its first call sets it, or the second call would be compiled anew
+    return model, {"input_ids": _ids(2, 4), "use_cache": False}
 
 
 def _recurrent_gemma() -> tuple[nn.Module, Inputs]:
