@@ -25,7 +25,7 @@ from .passes.collect_uses import collect_uses
 from .passes.fetches import FetchSpec, fetch_nodes
 from .passes.pipeline import Limit, Pipeline, PoolTooSmall, check_pools, lower
 from .passes.place_fetches import place_fetches
-from .passes.realized import Realized, captured_realized
+from .passes.realized import Realized, captured_elementwise, captured_realized
 from .runtime import registry
 from .runtime.parameter import OffloadedParameter
 from .session import Costs, GraphRecord, Session
@@ -159,7 +159,13 @@ def _open(module: GraphModule, parameters: Mapping[Node, nn.Parameter], config: 
     stays |= {
         name: "the graph reads it from outside its module too" for node in _read_outside(named) for name in named[node]
     }
-    costs = Costs(steps_of, step_costs(uses, measure_compute()), default_link())
+    fused = {
+        name
+        for use in uses.fetches
+        if all(captured_elementwise(consumer.node) for consumer in use.consumers)
+        for name in named[use.node]
+    }
+    costs = Costs(steps_of, step_costs(uses, measure_compute()), default_link(), frozenset(fused))
     session = Session.open(roots, config, costs, stays)
     for root in roots.modules.values():
         registry.sessions[root] = session

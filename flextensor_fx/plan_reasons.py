@@ -14,6 +14,7 @@ def reasons(
     step_ms: Sequence[float],
     link: Link,
     fixed: frozenset[str],
+    fused: frozenset[str],
     threshold: int,
     everything: str | None,
     transfers: Sequence[Transfer],
@@ -27,6 +28,7 @@ def reasons(
         step_ms: milliseconds each compute step takes.
         link: what a copy costs.
         fixed: keys that must stay.
+        fused: keys that stay, unless they must be streamed, so that the loops that read them stay as they are.
         threshold: bytes below which weights are not streamed unless they must be.
         everything: why nothing is streamed at all, if nothing is.
         transfers: the plan's, with the `timings` of a simulated call.
@@ -60,6 +62,8 @@ def reasons(
             return "empty"
         if everything:
             return everything
+        if key in fused:
+            return "elementwise work alone reads it, and is fused with what comes before"
         if nbytes < threshold:
             return f"{format_bytes(nbytes)} costs more to move than to keep"
         if not steady and link.copy_ms(nbytes) > clock[min(steps)]:

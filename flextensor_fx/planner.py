@@ -113,6 +113,7 @@ def plan(
     budget: int | None,
     *,
     fixed: frozenset[str] = frozenset(),
+    fused: frozenset[str] = frozenset(),
     lookahead: int | None = None,
     min_stream_bytes: int | None = None,
     least_pool_bytes: int = 0,
@@ -128,9 +129,12 @@ def plan(
         budget: bytes for resident weights and pool together. None: stream every weight above the threshold, through the
             smallest pool with which the call takes at most 2% longer than with a pool without limit.
         fixed: keys that must stay resident; their bytes count.
+        fused: keys that elementwise work alone reads. The compiler fuses that into loops with what comes before, and a copy
+            that must arrive in between changes the loop, and with it perhaps the last bit of the result. So these too stay
+            resident unless the budget cannot be met otherwise.
         lookahead: transfers that may be issued ahead of the one being waited for; None: as many as the pool holds.
         min_stream_bytes: smaller weights stay resident. None: the lesser of 64 KiB and 1% of all bytes; then smaller ones are
-            streamed after all, largest first, where the budget cannot be met otherwise.
+            streamed after all, largest first and before fused ones, where the budget cannot be met otherwise.
         least_pool_bytes: the pool is at least this large if anything is streamed, as a graph with uses of its own may need.
         objective: "single": the time of one call that starts with nothing prefetched. "steady": the period of a call that
             repeats, whose end may fetch for the start of the next.
@@ -140,7 +144,7 @@ def plan(
         BudgetError: the budget is below the least that works, which the error names.
         ValueError: malformed uses, a step beyond `step_ms`, an unknown fixed key or objective, a negative lookahead.
     """
-    _check(uses, step_ms, fixed, lookahead)
+    _check(uses, step_ms, fixed, fused, lookahead)
     if objective not in ("single", "steady"):
         raise ValueError(f'plan: objective must be "single" or "steady", found {objective!r}')
     steady = objective == "steady"
@@ -148,10 +152,12 @@ def plan(
     total = sum(nbytes for _, nbytes, _ in uses)
     threshold = min(_SMALL_BYTES, int(total * _SMALL_SHARE)) if min_stream_bytes is None else min_stream_bytes
     movable = [w for w, (key, nbytes, _) in enumerate(uses) if nbytes and key not in fixed]
-    large = [w for w in movable if uses[w][1] >= threshold]
-    small = sorted((w for w in movable if uses[w][1] < threshold), key=lambda w: -uses[w][1])
+    kept_first = [w for w in movable if uses[w][1] < threshold or uses[w][0] in fused]
+    large = [w for w in movable if w not in set(kept_first)]
+    small = sorted(kept_first, key=lambda w: (uses[w][0] in fused, -uses[w][1]))
     if min_stream_bytes is not None:
-        movable, small = large, []
+        movable = [w for w in movable if uses[w][1] >= threshold]
+        small = [w for w in small if uses[w][1] >= threshold]
     least = _least_budget(uses, movable, total, least_pool_bytes, steps)
     if budget is not None and budget < least:
         raise BudgetError(_refusal(uses, movable, budget, least, total), least)
@@ -215,6 +221,7 @@ def plan(
             step_ms,
             link,
             fixed,
+            fused,
             threshold,
             "the budget holds every weight" if everything else None,
             transfers.transfers,
@@ -226,13 +233,16 @@ def plan(
     )
 
 
-def _check(uses: Uses, step_ms: Sequence[float], fixed: frozenset[str], lookahead: int | None) -> None:
+def _check(
+    uses: Uses, step_ms: Sequence[float], fixed: frozenset[str], fused: frozenset[str], lookahead: int | None
+) -> None:
     check_uses(uses)
     for key, _, steps in uses:
         if max(steps) >= len(step_ms):
             raise ValueError(f"plan: {key!r} is used in step {max(steps)}, but step_ms has {len(step_ms)} steps")
-    if unknown := fixed - {key for key, _, _ in uses}:
-        raise ValueError(f"plan: fixed names {min(unknown)!r}, which is not among the {len(uses)} weights in uses")
+    for name, named in (("fixed", fixed), ("fused", fused)):
+        if unknown := named - {key for key, _, _ in uses}:
+            raise ValueError(f"plan: {name} names {min(unknown)!r}, which is not among the {len(uses)} weights in uses")
     if lookahead is not None and lookahead < 0:
         raise ValueError(f"plan: lookahead must be at least 0 or None, found {lookahead}")
 

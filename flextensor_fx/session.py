@@ -56,11 +56,12 @@ class GraphRecord:
 
 @dataclass(frozen=True)
 class Costs:
-    """What a plan is made from: steps that use each weight (by name), ms per step, and the link."""
+    """What a plan is made from: steps that use each weight (by name), ms per step, the link, and `fused` as in `plan`."""
 
     steps_of: Mapping[str, tuple[int, ...]]
     step_ms: Sequence[float]
     link: Link
+    fused: frozenset[str] = frozenset()
 
 
 @dataclass(eq=False)
@@ -398,6 +399,7 @@ def _plan(
             costs.link,
             budget,
             fixed=frozenset(stays),
+            fused=costs.fused & nbytes.keys(),
             lookahead=config.lookahead,
             min_stream_bytes=config.min_stream_bytes,
             least_pool_bytes=pool_floor,
@@ -424,7 +426,7 @@ def _complete(costs: Costs, nbytes: Mapping[str, int]) -> Costs:
         if name not in steps_of:
             steps_of[name] = (len(step_ms),)
             step_ms.append(costs.link.copy_ms(size))
-    return Costs(steps_of, step_ms, costs.link)
+    return Costs(steps_of, step_ms, costs.link, costs.fused)
 
 
 def _fingerprint(roots: Roots, candidates: Sequence[Candidate]) -> str:

@@ -68,6 +68,17 @@ def captured_realized(node: Node) -> bool:
     return name in _FUNCTION_NAMES or isinstance(node.target, HigherOrderOperator) or _is_output(node)
 
 
+def captured_elementwise(node: Node) -> bool:
+    """For a graph as Dynamo captured it: whether the function is an elementwise one, by the op of its name."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    packet = getattr(aten, "div" if name == "truediv" else name.strip("_"), None)
+    return packet is not None and any(
+        torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads()
+    )
+
+
 def all_realized(node: Node) -> bool:
     """For a graph that is interpreted node by node: every tensor that is not memory of an argument.
 

@@ -22,7 +22,10 @@ class Case:
     Fields:
         name: of the test.
         build: makes the model and keyword arguments for one call.
-        pointwise: patterns of the larger weights that no product, but loops read: position tables, decays.
+        tables: patterns of tables of which every row is looked up, so that loops read them: they stay resident where kernels are
+            counted.
+        fused: patterns of weights that stay resident unless the budget needs them, since the loops that they are fused into would
+            be others, and so would the last bit.
         more_loops: how many loops more than Inductor alone are made. It merges equal loops of several layers, also where each
             waits for a weight of its layer (dit); and it never writes out a table's rows at positions counted from 0 (gpt2).
         breaks: why torch itself cannot capture the model as one graph; "" where it can.
@@ -30,7 +33,8 @@ class Case:
 
     name: str
     build: Callable[[], tuple[nn.Module, Inputs]]
-    pointwise: tuple[str, ...] = ()
+    tables: tuple[str, ...] = ()
+    fused: tuple[str, ...] = ()
     more_loops: int = 0
     breaks: str = ""
 
@@ -210,11 +214,11 @@ CASES = (
     Case("gpt2", _gpt2, more_loops=1),
     Case("bert", _bert),
     Case("t5", _t5),
-    Case("whisper", _whisper, pointwise=("**.embed_positions",)),
-    Case("vit", _vit, pointwise=("**.position_embeddings",)),
+    Case("whisper", _whisper, tables=("**.embed_positions",)),
+    Case("vit", _vit),
     Case("clip", _clip),
     Case("convnext", _convnext),
-    Case("mamba", _mamba, pointwise=("**.A_log",)),
+    Case("mamba", _mamba, fused=("**.A_log", "**.D", "**.dt_proj.bias")),
     Case("rwkv", _rwkv),
     Case("recurrent_gemma", _recurrent_gemma),
     Case("dit", _dit, more_loops=2),

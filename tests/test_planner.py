@@ -73,6 +73,18 @@ def test_small_weights_stay_until_the_budget_needs_them():
     assert plan(uses, [2.0] * 6, fast, None, min_stream_bytes=2 * MB).streamed == ()
 
 
+def test_weights_fused_into_loops_stay_until_the_budget_needs_them():
+    uses, fused = [*layers(4, MB), ("decay", MB, (4,)), ("tiny", 20_000, (5,))], frozenset({"decay"})
+    total = sum(nbytes for _, nbytes, _ in uses)
+    for budget in (None, total - 1, 2 * MB + 20_000):
+        made = plan(uses, [1.0] * 6, LINK, budget, fused=fused)
+        assert "decay" in made.resident
+    assert made.why["decay"] == "resident: elementwise work alone reads it, and is fused with what comes before"
+    least = plan(uses, [1.0] * 6, LINK, made.least_budget, fused=fused)
+    assert least.least_budget == MB
+    assert least.resident == frozenset()
+
+
 def test_fixed_weights_stay_and_count():
     made = plan(layers(4), [1.0] * 4, LINK, 250, fixed=frozenset({"l3"}))
     assert "l3" in made.resident
