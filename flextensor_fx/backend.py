@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,9 +24,10 @@ from .inner import compile_alone, compile_inner
 from .mutations import mutated_placeholders
 from .passes.collect_uses import collect_uses
 from .passes.fetches import FetchSpec, fetch_nodes
-from .passes.pipeline import Limit, Pipeline, PoolTooSmall, check_pools, lower
+from .passes.pipeline import Limit, Pipeline, PoolTooSmall, lower, preview
 from .passes.place_fetches import place_fetches
 from .passes.realized import Realized, captured_elementwise, captured_realized
+from .passes.schedule import Schedule
 from .runtime import registry
 from .runtime.parameter import OffloadedParameter
 from .session import Costs, GraphRecord, Session
@@ -263,18 +265,13 @@ class _Compilation:
             return refuse_gradients(run, trainable, differentiable_outputs(self.module.graph), inputs_written)
         return run
 
-    def _lower(self, module: GraphModule, realized: Realized, backward: bool) -> None:
-        if not any(fetch_nodes(module.graph)):
-            return
-        name = self._name("backward" if backward else "forward")
-        pipeline = Pipeline(module, name, self._dump_dir)
-        for uid, schedule in lower(pipeline, realized, self._limits).items():
-            self.sessions[uid].record(GraphRecord(name, schedule, pipeline.seconds))
+    def _lower(self, module: GraphModule, realized: Realized, backward: bool) -> _Lowering:
+        return _Lowering(self, module, realized, self._name("backward" if backward else "forward"))
 
     def _check(self, module: GraphModule, realized: Realized) -> None:
         for uid in self.sessions:
             registry.retain(uid)
-        check_pools(module.graph, realized, self._limits)
+        preview(module.graph, realized, self._limits)
 
     @property
     def _limits(self) -> dict[str, Limit]:
@@ -289,6 +286,33 @@ class _Compilation:
         from pathlib import Path
 
         return None if self.config.dump_dir is None else Path(self.config.dump_dir)
+
+
+class _Lowering:
+    """The lowering of one graph of a compilation; see `inner.Lowering`."""
+
+    def __init__(self, compilation: _Compilation, module: GraphModule, realized: Realized, name: str) -> None:
+        self.module, self.realized, self.name = module, realized, name
+        self.sessions, self.limits, self.dump_dir = compilation.sessions, compilation._limits, compilation._dump_dir
+        self.schedules: Mapping[str, Schedule] = {}
+        self.seconds = 0.0
+
+    def preview(self) -> str:
+        begin = time.perf_counter()
+        copy, _ = _copy_graph(self.module.graph)
+        self.schedules = preview(copy, self.realized, self.limits)
+        self.seconds += time.perf_counter() - begin
+        return "\n".join(f"{uid} {limit}" for uid, limit in sorted(self.limits.items()))
+
+    def run(self, module: GraphModule) -> None:
+        if any(fetch_nodes(module.graph)):
+            pipeline = Pipeline(module, self.name, self.dump_dir)
+            self.schedules = lower(pipeline, self.realized, self.limits)
+            self.seconds += pipeline.seconds
+
+    def record(self) -> None:
+        for uid, schedule in self.schedules.items():
+            self.sessions[uid].record(GraphRecord(self.name, schedule, self.seconds))
 
 
 def _offloaded(weight: _Weight) -> bool:

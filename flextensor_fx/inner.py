@@ -1,24 +1,44 @@
-"""The inner compilers: each gets the graph after capture, and lowers its fetches where that compiler's graph is nearly final."""
+"""The inner compilers: each gets the graph after capture, and lowers its fetches where that compiler's graph is nearly final.
+
+Inductor's patterns match values with one reader (a product and the sum behind it become one call), and an `after` edge is a
+reader: so its graph is lowered behind all patterns. Its cache is asked before that. The limits that shape the schedule are in the
+cache's key, and where the cache answers, a preview stands for the schedule that was written.
+"""
 
 from __future__ import annotations
 
 import functools
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.fx import Graph, GraphModule
 
 from .config import OffloadConfig
 from .errors import ConfigError
-from .passes.hoist_transfers import hoist_transfers
 from .passes.realized import Realized, all_realized, aten_realized
 from .passes.tag_recompute import tag_recompute
-from .passes.verify_graph import verify_graph
 
-Lower = Callable[[GraphModule, Realized, bool], None]
-"""Lowers the fetches of a graph in place; the flag says that it is a backward graph."""
+
+class Lowering(Protocol):
+    """The lowering of one graph."""
+
+    def preview(self) -> str:
+        """Schedules the graph as it is now and changes nothing. Returns all that shapes the lowered graph beside the graph."""
+        ...
+
+    def run(self, module: GraphModule) -> None:
+        """Lowers the fetches of `module`, in place: the same graph, or what the inner compiler has made of it."""
+        ...
+
+    def record(self) -> None:
+        """Notes what came of the graph: what `run` did, or the preview where a cache had the result."""
+        ...
+
+
+Lower = Callable[[GraphModule, Realized, bool], Lowering]
+"""Begins the lowering of a graph; the flag says that it is a backward graph."""
 
 Check = Callable[[GraphModule, Realized], None]
 """Looks at a backward graph when it is made. It is lowered at its first call, which is too late to plan for a larger pool."""
@@ -34,7 +54,7 @@ def compile_inner(
     Args:
         module: a graph as Dynamo captured it, fetches placed; it is taken over.
         inputs: one example per placeholder.
-        lower: called once per graph that the inner backend makes of it.
+        lower: called once per graph that the inner backend makes of it; see `Lowering`.
         check: called with each backward graph before that.
     """
     return {"inductor": _inductor, "aot_eager": _aot_eager, "eager": _eager}[config.inner_backend](
@@ -46,8 +66,13 @@ def _eager(module: GraphModule, inputs: Sequence[Any], config: OffloadConfig, lo
     if torch.is_grad_enabled():
         # Autograd would save every fetched weight for the backward; only a joint graph can fetch it again instead.
         return _aot_eager(module, inputs, config, lower, check)
-    lower(module, all_realized, False)
+    _lower_now(lower(module, all_realized, False), module)
     return module.forward
+
+
+def _lower_now(lowering: Lowering, module: GraphModule) -> None:
+    lowering.run(module)
+    lowering.record()
 
 
 def _aot_eager(
@@ -57,7 +82,7 @@ def _aot_eager(
     from torch._dynamo.backends.common import aot_autograd
 
     def compiler(graph: GraphModule, _: Sequence[Any], *, backward: bool) -> Compiled:
-        lower(graph, all_realized, backward)
+        _lower_now(lower(graph, all_realized, backward), graph)
         return make_boxed_func(graph.forward)
 
     def partition(joint: GraphModule, joint_inputs: Sequence[Any], **options: Any) -> Any:
@@ -82,10 +107,23 @@ def _inductor(
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     def lower_then_compile(graph: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
-        lower(graph, aten_realized, bool(options.get("is_backward", False)))
-        # Both have run, and the pass's name may differ from call to call: in the key of Inductor's cache nothing would hit.
-        with inductor_config.patch(joint_custom_pre_pass=None, custom_partitioner_fn=None):
-            return compile_fx_inner(graph, example_inputs, **options)
+        lowering = lower(graph, aten_realized, bool(options.get("is_backward", False)))
+        after_patterns = _lowering_pass(inductor_config.post_grad_custom_post_pass, lowering)
+        patch = inductor_config.patch(
+            post_grad_custom_post_pass=after_patterns,
+            # Both have run, and the pass's name may differ from call to call: in the cache's key nothing would hit.
+            joint_custom_pre_pass=None,
+            custom_partitioner_fn=None,
+        )
+        with patch:
+            try:
+                compiled = compile_fx_inner(graph, example_inputs, **options)
+            except Exception:
+                if after_patterns.error is not None:  # Inductor wraps it
+                    raise after_patterns.error from None
+                raise
+        lowering.record()
+        return compiled
 
     options = _inductor_options(config, check)
     with _without_autograd_cache():
@@ -145,11 +183,8 @@ def _inductor_options(config: OffloadConfig, check: Check) -> dict[str, Any]:
     # TORCHINDUCTOR_AUTOGRAD_CACHE=1 overrides the switch that turns AOTAutograd's cache off. A name of its own for every
     # compilation keeps that cache from returning another budget's schedule.
     salt = uuid.uuid4().hex if autograd_config.enable_autograd_cache else ""
-    for name, own, version in (
-        ("joint_custom_pre_pass", tag_recompute, f"1{salt}"),
-        ("post_grad_custom_post_pass", hoist_and_verify, "1"),
-    ):
-        options[name] = _followed_by(options.get(name, getattr(inductor_config, name)), own, version)
+    before = options.get("joint_custom_pre_pass", inductor_config.joint_custom_pre_pass)
+    options["joint_custom_pre_pass"] = _followed_by(before, tag_recompute, f"1{salt}")
     partition = options.get("custom_partitioner_fn", inductor_config.custom_partitioner_fn)
     options["custom_partitioner_fn"] = _checking_partitioner(partition, check)
     return options
@@ -174,10 +209,22 @@ def _checking_partitioner(partition: Any, check: Check) -> Any:
     return CheckBackward()
 
 
-def hoist_and_verify(graph: Graph) -> None:
-    """Undoes what Inductor's passes did to the places of transfers, and checks that they left the edges alone."""
-    hoist_transfers(graph)
-    verify_graph(graph)
+def _lowering_pass(first: Any, lowering: Lowering) -> Any:
+    """An Inductor pass that runs the user's pass or passes `first`, then lowers; `error` is what that raised."""
+    from . import __version__
+
+    def lower(graph: Graph) -> None:
+        module = graph.owning_module
+        assert module is not None
+        try:
+            lowering.run(module)
+        except Exception as error:
+            made.error = error
+            raise
+
+    made = _followed_by(first, lower, f"{__version__}:{lowering.preview()}")
+    made.error = None
+    return made
 
 
 def _followed_by(first: Any, own: Callable[[Graph], None], version: str) -> Any:

@@ -133,8 +133,9 @@ def plan(
             that must arrive in between changes the loop, and with it perhaps the last bit of the result. So these too stay
             resident unless the budget cannot be met otherwise.
         lookahead: transfers that may be issued ahead of the one being waited for; None: as many as the pool holds.
-        min_stream_bytes: smaller weights stay resident. None: the lesser of 64 KiB and 1% of all bytes; then smaller ones are
-            streamed after all, largest first and before fused ones, where the budget cannot be met otherwise.
+        min_stream_bytes: smaller weights stay resident, and all others may be streamed, also fused ones. None: the lesser of
+            64 KiB and 1% of all bytes; then smaller ones are streamed after all, largest first and before fused ones, where the
+            budget cannot be met otherwise.
         least_pool_bytes: the pool is at least this large if anything is streamed, as a graph with uses of its own may need.
         objective: "single": the time of one call that starts with nothing prefetched. "steady": the period of a call that
             repeats, whose end may fetch for the start of the next.
@@ -152,12 +153,12 @@ def plan(
     total = sum(nbytes for _, nbytes, _ in uses)
     threshold = min(_SMALL_BYTES, int(total * _SMALL_SHARE)) if min_stream_bytes is None else min_stream_bytes
     movable = [w for w, (key, nbytes, _) in enumerate(uses) if nbytes and key not in fixed]
-    kept_first = [w for w in movable if uses[w][1] < threshold or uses[w][0] in fused]
-    large = [w for w in movable if w not in set(kept_first)]
-    small = sorted(kept_first, key=lambda w: (uses[w][0] in fused, -uses[w][1]))
     if min_stream_bytes is not None:
-        movable = [w for w in movable if uses[w][1] >= threshold]
-        small = [w for w in small if uses[w][1] >= threshold]
+        fused = frozenset()
+    large = [w for w in movable if uses[w][1] >= threshold and uses[w][0] not in fused]
+    small = sorted(set(movable).difference(large), key=lambda w: (uses[w][0] in fused, -uses[w][1], w))
+    if min_stream_bytes is not None:
+        movable, small = large, []
     least = _least_budget(uses, movable, total, least_pool_bytes, steps)
     if budget is not None and budget < least:
         raise BudgetError(_refusal(uses, movable, budget, least, total), least)

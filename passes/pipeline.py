@@ -121,13 +121,14 @@ def lower(pipeline: Pipeline, realized: Realized, limits: Mapping[str, Limit]) -
     return schedules
 
 
-def check_pools(graph: Graph, realized: Realized, limits: Mapping[str, Limit]) -> None:
-    """Raises what `lower` would, and changes nothing: for a graph that is lowered later, when the pools are in use.
+def preview(graph: Graph, realized: Realized, limits: Mapping[str, Limit]) -> dict[str, Schedule]:
+    """The schedules that `lower` would write into `graph`, which is changed nowhere: for a graph that is lowered later.
 
     Raises:
         PoolTooSmall: a store's pool cannot hold what must be live together.
     """
-    _schedules(graph, realized, limits)
+    _, schedules = _schedules(graph, realized, limits)
+    return schedules
 
 
 def _schedules(

@@ -24,8 +24,8 @@ class Case:
         build: makes the model and keyword arguments for one call.
         tables: patterns of tables of which every row is looked up, so that loops read them: they stay resident where kernels are
             counted.
-        fused: patterns of weights that stay resident unless the budget needs them, since the loops that they are fused into would
-            be others, and so would the last bit.
+        fused: patterns of weights that stay resident unless a budget or `min_stream_bytes` says otherwise: the loops that they
+            are fused into would be others, and so would the last bit.
         more_loops: how many loops more than Inductor alone are made. It merges equal loops of several layers, also where each
             waits for a weight of its layer (dit); and it never writes out a table's rows at positions counted from 0 (gpt2).
         breaks: why torch itself cannot capture the model as one graph; "" where it can.
@@ -215,7 +215,7 @@ CASES = (
     Case("bert", _bert),
     Case("t5", _t5),
     Case("whisper", _whisper, tables=("**.embed_positions",)),
-    Case("vit", _vit),
+    Case("vit", _vit, fused=("**.position_embeddings",)),
     Case("clip", _clip),
     Case("convnext", _convnext),
     Case("mamba", _mamba, fused=("**.A_log", "**.D", "**.dt_proj.bias")),

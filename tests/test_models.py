@@ -101,7 +101,11 @@ def test_streaming_changes_no_bit_graph_or_kernel(case: Case) -> None:
 
     # Norm scales and biases resident, as they are by default in models of real size: what Inductor fuses stays fused.
     large = stream(
-        model, inner="inductor", fullgraph=whole, min_stream_bytes=_NORMS_STAY, exclude_patterns=list(case.tables)
+        model,
+        inner="inductor",
+        fullgraph=whole,
+        min_stream_bytes=_NORMS_STAY,
+        exclude_patterns=[*case.tables, *case.fused],
     )
     found = run(large, inputs)
     _check(case, model, found, expected)
