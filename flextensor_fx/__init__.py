@@ -8,10 +8,12 @@ from .errors import (
     GradientError,
     OffloadError,
     PatternError,
+    ProfileError,
     SelectionError,
     StoreError,
 )
 from .offloading import offload, release
+from .profile import Profile
 from .report import Report, report
 from .selection import Selection, select
 
@@ -24,6 +26,8 @@ __all__ = [
     "OffloadConfig",
     "OffloadError",
     "PatternError",
+    "Profile",
+    "ProfileError",
     "Report",
     "Selection",
     "SelectionError",

@@ -39,5 +39,9 @@ class ReportError(OffloadError):
     """A report file that cannot be read or written."""
 
 
+class ProfileError(OffloadError):
+    """A profile that cannot be read, written or used: damaged, or of another model or machine than asked for."""
+
+
 class StoreError(RuntimeError):
     """A weight could not be written to, or read from, its store."""

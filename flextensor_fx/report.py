@@ -107,6 +107,8 @@ class Report:
         Raises:
             ReportError: another suffix, or the file cannot be written.
         """
+        from .report_json import REPORT_FORMAT
+
         path = Path(file)
         name = path.name.lower()
         if name.endswith(".html"):
@@ -123,10 +125,7 @@ class Report:
             raise ReportError(
                 f"report file {str(path)!r}: expected a name that ends in .html, .perfetto.json or .json, found {path.suffix!r}"
             )
-        try:
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise ReportError(f"report file {str(path)!r}: cannot be written: {error.strerror or error}") from error
+        REPORT_FORMAT.write(text, path)
 
     @staticmethod
     def load(file: str | os.PathLike[str]) -> Report:
@@ -135,12 +134,9 @@ class Report:
         Raises:
             ReportError: the file cannot be read, or does not hold a report of this version.
         """
-        path = Path(file)
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise ReportError(f"report file {str(path)!r}: cannot be read: {error.strerror or error}") from error
-        return Report.from_json(data, f"report file {str(path)!r}")
+        from .report_json import REPORT_FORMAT
+
+        return REPORT_FORMAT.load(file)
 
     def __str__(self) -> str:
         return "\n\n".join(part for part in (self._head(), self._units(), self._patterns(), self._stays()) if part)

@@ -1,8 +1,11 @@
-"""Reports built from numbers alone, for tests of what is made of reports."""
+"""Reports built from numbers alone, for tests of what is made of reports; and ways to damage what is saved."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
+
+from hypothesis import strategies as st
 
 from flextensor_fx.passes.schedule import schedule, windows_of
 from flextensor_fx.planner import Plan
@@ -98,3 +101,30 @@ def as_measured(predicted: Timeline) -> Timeline:
         tuple(replace(s, start_ms=s.start_ms * grow, end_ms=s.end_ms * grow) for s in predicted.stalls),
         tuple(replace(level, ms=level.ms * grow) for level in predicted.memory),
     )
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+def put(data: Any, path: tuple[str | int, ...], value: Any) -> None:
+    for part in path[:-1]:
+        data = data[part]
+    data[path[-1]] = value
+
+
+def paths(data: Any, here: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    return [here, *(path for key, value in items for path in paths(value, (*here, key)))]
+
+
+def without(data: Any, place: tuple[str | int, ...]) -> Any:
+    """`data`, whose value at `place` is taken out."""
+    *parents, last = place
+    inner = data
+    for part in parents:
+        inner = inner[part]
+    del inner[last]
+    return data

@@ -20,7 +20,7 @@ from flextensor_fx.recording import record_call
 from flextensor_fx.report import Report
 from flextensor_fx.report_html import report_to_html
 from flextensor_fx.report_trace import report_to_trace
-from reports import model_report
+from reports import JSON_VALUES, model_report, paths, put, without
 
 assert fresh_compiler
 
@@ -134,23 +134,8 @@ class TestFiles:
             Report.from_json(json.dumps(data), "run.json")
 
 
-def put(data: Any, path: tuple[str | int, ...], value: Any) -> None:
-    for part in path[:-1]:
-        data = data[part]
-    data[path[-1]] = value
-
-
-def paths(data: Any, here: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
-    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
-    return [here, *(path for key, value in items for path in paths(value, (*here, key)))]
-
-
 SAVED = model_report(2).to_json()
 PLACES = paths(json.loads(SAVED))[1:]
-JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-)
 
 
 def shows_or_refuses(text: str | bytes) -> None:
@@ -177,12 +162,7 @@ class TestFuzzed:
     @given(st.sampled_from(PLACES))
     def test_anything_left_out(self, place: tuple[str | int, ...]):
         data = json.loads(SAVED)
-        *parents, last = place
-        inner = data
-        for part in parents:
-            inner = inner[part]
-        del inner[last]
-        shows_or_refuses(json.dumps(data))
+        shows_or_refuses(json.dumps(without(data, place)))
 
     @settings(max_examples=60, deadline=None)
     @given(st.integers(0, len(SAVED)), st.binary(max_size=8))
