@@ -13,6 +13,7 @@ import stat
 import tempfile
 import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from flextensor_fx.errors import StoreError
@@ -51,23 +52,38 @@ def choose_base(store_dir: str | os.PathLike[str] | None) -> Path:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """A mounted file system: where it is, its type ("ext4") and what is mounted ("/dev/nvme0n1p2")."""
+
+    point: str
+    kind: str
+    source: str
+
+
 def filesystem_type(path: Path) -> str | None:
     """Type of the file system that holds `path` ("ext4"), or None where it cannot be told."""
+    mount = mount_of(path)
+    return None if mount is None else mount.kind
+
+
+def mount_of(path: Path) -> Mount | None:
+    """The mount that holds `path`, or None where it cannot be told."""
     try:
         lines = Path(_MOUNTS).read_text().splitlines()
     except OSError:
         return None
-    kind, depth = None, -1
+    found, depth = None, -1
     for line in lines:
         left, _, right = line.partition(" - ")
-        fields = left.split()
+        fields, (kind, source, *_) = left.split(), [*right.split(), "", ""]
         if len(fields) < 5 or not right:
             continue
-        mount = Path(re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), fields[4]))
+        point = Path(re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), fields[4]))
         # The last mount on a place hides the earlier ones, hence >=.
-        if path.is_relative_to(mount) and len(mount.parts) >= depth:
-            kind, depth = right.split()[0], len(mount.parts)
-    return kind
+        if path.is_relative_to(point) and len(point.parts) >= depth:
+            found, depth = Mount(str(point), kind, source), len(point.parts)
+    return found
 
 
 class SessionDir:
