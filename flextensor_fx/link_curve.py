@@ -37,8 +37,8 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 
 def curve_sizes(largest: int, count: int = 8) -> tuple[int, ...]:
     """About `count` sizes from 4 KiB to `largest` bytes, at most LARGEST, in equal ratios; all multiples of 4096."""
-    pages = max(1.0, min(largest, LARGEST) / ALIGN)
-    return tuple(sorted({math.ceil(pages ** (k / max(count - 1, 1))) * ALIGN for k in range(count)}))
+    pages = max(1, round_up(min(largest, LARGEST)) // ALIGN)
+    return tuple(sorted({round(pages ** (k / max(count - 1, 1))) * ALIGN for k in range(count)}))
 
 
 def measure_curve(
