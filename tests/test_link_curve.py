@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import flextensor_fx.link_curve as link_curve
 from flextensor_fx.errors import StoreError
 from flextensor_fx.link_curve import LARGEST, curve_sizes, link_of, measure_curve
+from flextensor_fx.runtime.arena import Arena
 from flextensor_fx.runtime.fileio import PositionalFile
 from flextensor_fx.runtime.session_dir import mount_of
 
@@ -95,6 +96,17 @@ class TestMeasuring:
         assert 2 <= len(made.points) < 8 and made.points[-1].nbytes <= 256 * KIB
         assert made.bytes_per_ms == pytest.approx(1e3, rel=0.01)
 
+    def test_the_memory_is_the_engines(self, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch):
+        limits = []
+
+        def noting(limit: int) -> Arena:
+            limits.append(limit)
+            return Arena(limit)
+
+        monkeypatch.setattr(link_curve, "Arena", noting)
+        assert measure_curve([disk]).provenance.endswith("at rest") and limits[0] >= 32 * MIB
+        assert measure_curve([disk], pool=MIB).provenance.endswith("at rest, into small pages") and limits[1] == MIB
+
     def test_the_largest_file_is_read(self, disk: SlowDisk, tmp_path: Path):
         (tmp_path / "small").write_bytes(bytes(8192))
         small = SlowDisk(tmp_path / "small")
@@ -169,6 +181,7 @@ class TestKept:
         assert [curve(64 * KIB), curve(128 * KIB), curve(256 * KIB), curve(64 * KIB)] == [1, 1, 2, 2]
         assert [curve(MIB, beside=lambda: None), curve(MIB, beside=lambda: None), curve(256 * KIB)] == [3, 3, 3]
         assert curve(64 * KIB, again=True) == 4
+        assert [curve(64 * KIB, pool=MIB), curve(64 * KIB, pool=2 * MIB), curve(64 * KIB, pool=64 * MIB)] == [5, 5, 5]
 
     @pytest.mark.parametrize("damage", ["", "[]", "{", "other", "cut", "far"])
     def test_a_damaged_one_is_measured_and_written_over(self, tmp_path: Path, measured: list, damage: str):
