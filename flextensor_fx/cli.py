@@ -1,7 +1,8 @@
 """The command `flextensor-fx`.
 
 A subcommand is one function that takes the table of subparsers, adds a parser to it, and sets its `run`: a function of the parsed
-arguments that prints, and raises an OffloadError, StoreError or OSError where it cannot do what was asked. `COMMANDS` lists them.
+arguments that prints, returns an exit code or None for 0, and raises an OffloadError, StoreError or OSError where it cannot do
+what was asked. `COMMANDS` lists them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ._load_model import load_model
+from .cli_plan import add_plan
 from .errors import OffloadError, StoreError
 from .passes.schedule import format_bytes
 from .report import Report
@@ -32,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command line.
 
     Returns:
-        The exit code: 0, or 2 where the command line or what it names is wrong; then one line on stderr says so.
+        The exit code: 0, or 2 where the command line or what it names is wrong; then one line on stderr says so. A command may
+        also return 2 where what it printed is that nothing works.
     """
     parser = _Parser(prog="flextensor-fx", description="Weight offloading inside the compiled graph.")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
@@ -40,11 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         add(subparsers)
     parsed = parser.parse_args(arguments)
     try:
-        parsed.run(parsed)
+        code = parsed.run(parsed)
     except (OffloadError, StoreError, OSError) as error:
         print(f"flextensor-fx: {_one_line(error)}", file=sys.stderr)
         return 2
-    return 0
+    return code or 0
 
 
 class _Parser(argparse.ArgumentParser):
@@ -111,4 +114,4 @@ def _report(arguments: argparse.Namespace) -> None:
         print(f"wrote {file}")
 
 
-COMMANDS: tuple[Callable[[Subparsers], None], ...] = (add_inspect, add_report)
+COMMANDS: tuple[Callable[[Subparsers], None], ...] = (add_inspect, add_plan, add_report)

@@ -22,7 +22,7 @@ import numpy as np
 from ._json_files import JsonFormat
 from .errors import ProfileError, StoreError
 from .link_profile import LinkPoint, LinkProfile, fit_link
-from .runtime.arena import Arena
+from .runtime.arena import LEAST_HUGE, Arena
 from .runtime.container import ALIGN, round_up
 from .runtime.fileio import PositionalFile
 from .runtime.session_dir import choose_base, mount_of
@@ -37,8 +37,8 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 
 def curve_sizes(largest: int, count: int = 8) -> tuple[int, ...]:
     """About `count` sizes from 4 KiB to `largest` bytes, at most LARGEST, in equal ratios; all multiples of 4096."""
-    pages = max(1.0, min(largest, LARGEST) / ALIGN)
-    return tuple(sorted({math.ceil(pages ** (k / max(count - 1, 1))) * ALIGN for k in range(count)}))
+    pages = max(1, round_up(min(largest, LARGEST)) // ALIGN)
+    return tuple(sorted({round(pages ** (k / max(count - 1, 1))) * ALIGN for k in range(count)}))
 
 
 def measure_curve(
@@ -47,6 +47,7 @@ def measure_curve(
     *,
     samples: int = 40,
     seconds: float = 1.0,
+    pool: int = LEAST_HUGE,
     beside: Callable[[], object] | None = None,
 ) -> LinkProfile:
     """Times reads past the page cache where possible, into memory that is reused, as the engine's reader does them.
@@ -60,6 +61,8 @@ def measure_curve(
         sizes: bytes of the reads, rounded up to multiples of 4096 and cut to the file; () takes `curve_sizes` of the file.
         samples: most reads per size; at least 5 are made.
         seconds: about as long as it may take.
+        pool: bytes of the engine's pool. From 32 MiB on its memory is in huge pages, into which a fast disk is read at more than
+            twice the rate.
         beside: called again and again on this thread while another one reads. The reader shares the cores with compute, so
             that a disk at rest looks faster than one that is read while a model runs; give it a step of that model, or one
             like it. It should take at most some tens of milliseconds.
@@ -76,9 +79,9 @@ def measure_curve(
             f"link curve: expected a file of at least {ALIGN} bytes to read, found {found}; write it first"
         )
     wanted = sorted({min(max(round_up(n), ALIGN), size, LARGEST) for n in sizes or curve_sizes(size)})
-    sampler = _Sampler(file, size, wanted, max(samples, _LEAST_SAMPLES), seconds)
+    sampler = _Sampler(file, size, wanted, max(samples, _LEAST_SAMPLES), seconds, pool)
     times = sampler.run() if beside is None else _run_beside(sampler, beside)
-    how = "at rest" if beside is None else "while computing"
+    how = ("at rest" if beside is None else "while computing") + ", into small pages" * (pool < LEAST_HUGE)
     today = datetime.date.today().isoformat()
     return fit_link(
         [LinkPoint(n, median(found) * 1e3, _spread(found)) for n, found in times.items()],
@@ -100,15 +103,20 @@ def _run_beside(sampler: _Sampler, beside: Callable[[], object]) -> dict[int, li
 class _Sampler:
     """Reads of one file: the seconds each took, by size."""
 
-    def __init__(self, file: PositionalFile, size: int, sizes: Sequence[int], samples: int, seconds: float) -> None:
-        self._file, self._size, self._sizes, self._samples, self._seconds = file, size, sizes, samples, seconds
+    def __init__(
+        self, file: PositionalFile, size: int, sizes: Sequence[int], samples: int, seconds: float, pool: int
+    ) -> None:
+        self._file, self._size, self._sizes = file, size, sizes
+        self._samples, self._seconds, self._pool = samples, seconds, pool
         self._reads = 0
         self.stop = threading.Event()
 
     def run(self) -> dict[int, list[float]]:
-        arena = Arena(self._sizes[-1])  # as the engine's memory: aligned, and in huge pages where there are some
-        block = arena.take(self._sizes[-1])
-        assert block is not None, f"an empty arena of {self._sizes[-1]} bytes has no room for them"
+        largest = self._sizes[-1]
+        block = Arena(self._pool).take(
+            largest, force=True
+        )  # as the engine's memory: aligned, in huge pages if it is large
+        assert block is not None, f"a forced block of {largest} bytes was refused"
         block.array.fill(0)
         buffer = block.array.data
         deadline = time.perf_counter() + self._seconds
@@ -160,12 +168,13 @@ def _spread(times: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class _Key:
-    """What a curve is of: a directory, by its st_dev and its file system, on a machine, at rest or beside compute."""
+    """What a curve is of: a directory, by its st_dev and its mount, on a machine; beside compute, into huge pages or not."""
 
     machine: str
     device: int
     mount: str
     computing: bool
+    huge: bool
 
 
 @dataclass(frozen=True)
@@ -182,19 +191,20 @@ def link_of(
     store_dir: str | os.PathLike[str] | None = None,
     *,
     largest: int = LARGEST,
+    pool: int = LEAST_HUGE,
     beside: Callable[[], object] | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     again: bool = False,
 ) -> LinkProfile:
     """The curve of the disk that holds a directory: as it was measured on this machine before, or measured and kept now.
 
-    Curves are kept by the machine's name, the directory's device and mount, and whether compute ran beside. Measuring writes a
-    file of twice the largest size to the directory and removes it.
+    Curves are kept by the machine's name, the directory's device and mount, whether compute ran beside, and whether memory was in
+    huge pages. Measuring writes a file of twice the largest size to the directory and removes it.
 
     Args:
         store_dir: the directory; None takes where stores go by default.
         largest: bytes of the largest weight. A curve that was kept serves weights of up to twice the size it went to.
-        beside: as in `measure_curve`.
+        pool, beside: as in `measure_curve`.
         cache_dir: where curves are kept; None takes `flextensor_fx` in $XDG_CACHE_HOME or ~/.cache. Where that cannot be written
             to, nothing is kept.
         again: measure even if a curve is kept.
@@ -207,14 +217,14 @@ def link_of(
     wanted = curve_sizes(largest)[-1]
     mount = mount_of(base)
     where = "unknown" if mount is None else f"{mount.source} {mount.kind} {mount.point}"
-    key = _Key(platform.node(), os.stat(base).st_dev, where, beside is not None)
+    key = _Key(platform.node(), os.stat(base).st_dev, where, beside is not None, pool >= LEAST_HUGE)
     file = _file_of(key, cache_dir)
     if file is not None and not again:
         kept = _read(file)
         if kept is not None and kept.key == key and 2 * kept.largest >= wanted:
             return kept.link
     with _probe(base, 2 * wanted) as probe:
-        link = measure_curve([probe], curve_sizes(wanted), beside=beside)
+        link = measure_curve([probe], curve_sizes(wanted), pool=pool, beside=beside)
     if file is not None:
         _write(file, _FORMAT.to_text(_Kept(key, wanted, link)))
     return link
@@ -256,7 +266,7 @@ def _file_of(key: _Key, cache_dir: str | os.PathLike[str] | None) -> Path | None
         except RuntimeError:  # there is no home
             return None
     name = "".join(c if c.isalnum() or c in "-." else "_" for c in key.machine)[:80]
-    return Path(cache_dir) / f"link-{name}-{key.device:x}{'-computing' * key.computing}.json"
+    return Path(cache_dir) / f"link-{name}-{key.device:x}{'-computing' * key.computing}{'-small' * (not key.huge)}.json"
 
 
 def _read(file: Path) -> _Kept | None:

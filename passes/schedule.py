@@ -226,9 +226,11 @@ def format_bytes(nbytes: int) -> str:
     return f"{nbytes} B" if unit == 0 else f"{value:.{max(0, 2 - len(str(int(abs(value)))) + 1)}f} {units[unit]}"
 
 
-def format_table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], left: int = 1) -> str:
-    """A text table, its first `left` columns aligned left; of many rows only the first eight and last four are shown."""
-    cut = len(rows) - _HEAD - _TAIL
+def format_table(
+    header: tuple[str, ...], rows: Sequence[tuple[str, ...]], left: int = 1, *, whole: bool = False
+) -> str:
+    """A text table, its first `left` columns aligned left; of many rows only eight and the last four, unless `whole`."""
+    cut = 0 if whole else len(rows) - _HEAD - _TAIL
     shown = list(rows) if cut <= 1 else [*rows[:_HEAD], *rows[-_TAIL:]]
     widths = [max(map(len, column)) for column in zip(header, *shown, strict=True)]
     lines = [

@@ -19,7 +19,7 @@ from flextensor_fx.runtime.container import ALIGN, round_up
 _LEAST_REGION = 64 << 20
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _HUGE_PAGE = 2 << 20
-_LEAST_HUGE = 32 << 20  # A block may fault in up to two huge pages more than it needs: too much for a small arena.
+LEAST_HUGE = 32 << 20  # A block may fault in up to two huge pages more than it needs: too much for a small arena.
 
 
 class Block(NamedTuple):
@@ -227,7 +227,7 @@ class Arena:
     def _prefer_huge_pages(self) -> None:
         # A direct read into pages that are not contiguous is split into requests of a few hundred KB, and was seen to reach
         # half of the disk's bandwidth.
-        if self._limit >= _LEAST_HUGE:
+        if self._limit >= LEAST_HUGE:
             for region in self._regions:
                 region.prefer_huge_pages()
 
