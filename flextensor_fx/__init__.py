@@ -14,6 +14,7 @@ from .errors import (
 )
 from .offloading import offload, release
 from .profile import Profile
+from .profiling import profile
 from .report import Report, report
 from .selection import Selection, select
 
@@ -34,6 +35,7 @@ __all__ = [
     "StoreError",
     "flextensor",
     "offload",
+    "profile",
     "release",
     "report",
     "select",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,21 +17,22 @@ from torch.fx import Graph, GraphModule, Node
 from . import _frames, _sources
 from ._guards import guard_on_stand_ins, other_sources
 from .candidates import Roots
+from .captured import CapturedGraph, captured_costs, input_places, signature
 from .config import OffloadConfig
 from .errors import SelectionError
-from .estimate import default_link, measure_compute, step_costs
+from .estimate import default_link
 from .gradients import differentiable_outputs, refuse_gradients
 from .inner import compile_alone, compile_inner
 from .mutations import mutated_placeholders
-from .passes.collect_uses import collect_uses
 from .passes.fetches import FetchSpec, fetch_nodes
 from .passes.pipeline import Limit, Pipeline, PoolTooSmall, lower, preview
 from .passes.place_fetches import place_fetches
-from .passes.realized import Realized, captured_elementwise, captured_realized
+from .passes.realized import Realized
 from .passes.schedule import Schedule
+from .replanning import Replanner
 from .runtime import registry
 from .runtime.parameter import OffloadedParameter
-from .session import Costs, GraphRecord, Session
+from .session import AUTO, GraphRecord, Session
 
 log = logging.getLogger("flextensor_fx")
 
@@ -56,13 +58,34 @@ def flextensor(
         OffloadError: (one of its kinds) the options, the patterns or the budget cannot work; nothing has been moved then.
         StoreError: the store cannot be written.
     """
+    return _compile(graph_module, example_inputs, options, mode, streams_all=False)
+
+
+def stream_all(
+    graph_module: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | OffloadConfig | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """As `flextensor`, for measuring: streams all weights that it would stream without a budget, if the budget allows that."""
+    return _compile(graph_module, example_inputs, options, mode, streams_all=True)
+
+
+def _compile(
+    graph_module: GraphModule,
+    example_inputs: Sequence[Any],
+    options: Mapping[str, Any] | OffloadConfig | None,
+    mode: str | None,
+    streams_all: bool,
+) -> Callable[..., Any]:
     if mode is not None:
         given = options.asdict() if isinstance(options, OffloadConfig) else dict(options or {})
         options = given | {"inner_mode": mode}
     config = OffloadConfig.resolve(options)
     if not config.enabled:
         return compile_alone(graph_module, example_inputs, config)
-    weights = _find_weights(graph_module, example_inputs, config)
+    weights = _find_weights(graph_module, example_inputs, config, streams_all)
     sessions = list(dict.fromkeys(weight.session for weight in weights.values()))
     for session in sessions:
         session.note_callable(_frames.compiled_callable())
@@ -80,6 +103,9 @@ def flextensor(
     sources = [
         source for node in weights if node in compilation.fetched and (source := _sources.source_of(node)) is not None
     ]
+    for session in sessions:
+        if session.config.profile == AUTO and session.watcher is None and not session.replanned:
+            session.watcher = Replanner()
     guard_on_stand_ins({id(old): stand_in for old, stand_in in moved}, sources)
     return compiled
 
@@ -96,7 +122,9 @@ class _Weight:
 # --- which placeholders are weights ------------------------------------------------------------------------------------
 
 
-def _find_weights(module: GraphModule, inputs: Sequence[Any], config: OffloadConfig) -> dict[Node, _Weight]:
+def _find_weights(
+    module: GraphModule, inputs: Sequence[Any], config: OffloadConfig, streams_all: bool
+) -> dict[Node, _Weight]:
     """The placeholders that are weights of a session; opens the session of a model that has none."""
     placeholders = zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True)
     parameters = {node: value for node, value in placeholders if isinstance(value, nn.Parameter)}
@@ -112,7 +140,7 @@ def _find_weights(module: GraphModule, inputs: Sequence[Any], config: OffloadCon
             isinstance(p, OffloadedParameter) for p in parameters.values()
         )
         try:
-            _open(module, strangers, config)
+            _open(module, strangers, config, streams_all)
         except SelectionError:
             # Another part of what the user compiled is offloaded already; this part simply has nothing selected.
             if not known and not any(s.has_callable(_frames.compiled_callable()) for s in registry.living_sessions()):
@@ -136,7 +164,9 @@ def _owners() -> dict[int, tuple[Session, str | None]]:
     return owners
 
 
-def _open(module: GraphModule, parameters: Mapping[Node, nn.Parameter], config: OffloadConfig) -> None:
+def _open(
+    module: GraphModule, parameters: Mapping[Node, nn.Parameter], config: OffloadConfig, streams_all: bool
+) -> None:
     """Opens a session for the modules that hold `parameters`, and enters it for each of them."""
     roots = _roots_of(module, parameters)
     if not roots.modules:
@@ -145,30 +175,13 @@ def _open(module: GraphModule, parameters: Mapping[Node, nn.Parameter], config: 
     for name, slot in roots.slots().items():
         names.setdefault(id(slot.parameter), []).append(name)
     named = {node: names[id(p)] for node, p in parameters.items() if id(p) in names}
-    specs = {
-        node: FetchSpec(names[0], tuple(p.shape), (), p.dtype, p.device)
-        for node, names in named.items()
-        if (p := parameters[node]).layout is torch.strided
-    }
-    uses = collect_uses(module.graph, captured_realized, specs)
-    steps_of = {
-        name: tuple(sorted({step for c in use.consumers for step in (c.step, c.closes)}))
-        for use in uses.fetches
-        for name in named[use.node]
-    }
     changed = mutated_placeholders(module.graph, named)
     stays = {name: "the graph changes it in place" for node in changed for name in named[node]}
     stays |= {
         name: "the graph reads it from outside its module too" for node in _read_outside(named) for name in named[node]
     }
-    fused = {
-        name
-        for use in uses.fetches
-        if all(captured_elementwise(consumer.node) for consumer in use.consumers)
-        for name in named[use.node]
-    }
-    costs = Costs(steps_of, step_costs(uses, measure_compute()), default_link(), frozenset(fused))
-    session = Session.open(roots, config, costs, stays)
+    costs = captured_costs(module.graph, named, parameters, default_link(config.store_dir))
+    session = Session.open(roots, config, costs, stays, streams_all)
     for root in roots.modules.values():
         registry.sessions[root] = session
 
@@ -257,13 +270,28 @@ class _Compilation:
         # An offloaded weight that is no fetch (the graph changes it) comes in as a tensor over the store's file.
         examples = [v.plain() if isinstance(v := inputs[place], OffloadedParameter) else v for place in kept]
         compiled = compile_inner(captured, examples, self.config, self._lower, self._check)
-        run = _runner(compiled, kept, {p for p in kept if isinstance(inputs[p], OffloadedParameter)}, self.sessions)
+        mapped = {p for p in kept if isinstance(inputs[p], OffloadedParameter)}
+        run = _runner(compiled, kept, mapped, self.sessions, self._note_captured(), input_places(placeholders))
         trainable = [w.name for w in self.weights.values() if w.value.requires_grad and _offloaded(w)]
         if torch.is_grad_enabled() and trainable:
             written = mutated_placeholders(self.module.graph, (n for n in placeholders if n not in self.weights))
             inputs_written = [place for place, node in enumerate(placeholders) if node in written]
             return refuse_gradients(run, trainable, differentiable_outputs(self.module.graph), inputs_written)
         return run
+
+    def _note_captured(self) -> str:
+        """Notes the graph with every session whose weights it uses; the name that it goes by there."""
+        name = f"graph {max((len(session.captured) for session in self.sessions.values()), default=0)}"
+        for session in self.sessions.values():
+            own = {node: weight for node, weight in self.weights.items() if weight.session is session}
+            costs = captured_costs(
+                self.module.graph,
+                {n: [w.name] for n, w in own.items()},
+                {n: w.value for n, w in own.items()},
+                session.costs.link,
+            )
+            session.captured.append(CapturedGraph(name, costs))
+        return name
 
     def _lower(self, module: GraphModule, realized: Realized, backward: bool) -> _Lowering:
         return _Lowering(self, module, realized, self._name("backward" if backward else "forward"))
@@ -337,9 +365,19 @@ def _copy_graph(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
 
 
 def _runner(
-    compiled: Callable[..., Any], kept: Sequence[int], mapped: set[int], sessions: Mapping[str, Session]
+    compiled: Callable[..., Any],
+    kept: Sequence[int],
+    mapped: set[int],
+    sessions: Mapping[str, Session],
+    name: str,
+    inputs: Sequence[int],
 ) -> Callable[..., Any]:
-    """What Dynamo calls: leaves out the arguments that became fetches, and lets one call at a time use a session's pool."""
+    """What Dynamo calls: leaves out the arguments that became fetches, and lets one call at a time use a session's pool.
+
+    Args:
+        name: of the captured graph.
+        inputs: places of the arguments whose shapes tell one class of calls from another.
+    """
     locks = [session.lock for _, session in sorted(sessions.items())]
 
     def call(*arguments: Any) -> Any:
@@ -351,10 +389,19 @@ def _runner(
     inner = call if mapped else call_unmapped
     if len(locks) == 1:
         (lock,) = locks
+        # Dynamo keeps what is compiled for as long as it likes, and must not keep the weights.
+        (session_of,) = (weakref.ref(session) for session in sessions.values())
 
         def run(*arguments: Any) -> Any:
+            session = session_of()
             with lock:
-                return inner(*arguments)
+                if session is None or (session.recorder is None and session.watcher is None):
+                    return inner(*arguments)
+                graph = f"{name}: {signature(arguments, inputs)}"
+                if session.watcher is not None:
+                    return session.watcher.watch(session, graph, inner, arguments)
+                with session.recording(graph):
+                    return inner(*arguments)
 
         return run
 

@@ -78,6 +78,11 @@ class OffloadConfig:
     )
     """Options passed on to Inductor, JSON values; stored immutable."""
 
+    profile: str | os.PathLike[str] | None = field(
+        default=None, metadata=_checked(_config_values.optional_path, shapes_graph=True)
+    )
+    """The file of a profile to plan from, or "auto": measure the first calls, and plan once more. None: estimate."""
+
     read_threads: int = field(default=1, metadata=_checked(partial(_config_values.count, 1), shapes_graph=False))
     """Threads that read weights from disk."""
 
@@ -169,6 +174,7 @@ class OffloadConfig:
             "device",
             "lookahead",
             "min_stream_bytes",
+            "profile",
             "store_dir",
         ):
             if getattr(changed, name) != getattr(self, name):

@@ -6,12 +6,19 @@ Every number here is an estimate and is called one in reports. It shapes a plan,
 from __future__ import annotations
 
 import math
+import os
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Node
 
+from ._json_files import JsonFormat
+from .errors import ProfileError
+from .link_curve import kept_link
+from .machine import Machine
+from .machine_cache import keep, kept_file, read_kept
 from .passes.collect_uses import Uses
 from .simulate import Link
 
@@ -20,20 +27,46 @@ _DISK_BYTES_PER_MS = 1.5e6
 _DISK_LATENCY_MS = 0.1
 
 
-def default_link() -> Link:
-    """A disk of 1.5 GB/s, until the store's own has been measured."""
-    return Link(_DISK_LATENCY_MS, _DISK_BYTES_PER_MS, "estimated")
+def default_link(store_dir: str | os.PathLike[str] | None = None) -> Link:
+    """What is known of the disk under a store directory: its curve if one was measured on this machine, else 1.5 GB/s."""
+    kept = kept_link(store_dir)
+    return Link(_DISK_LATENCY_MS, _DISK_BYTES_PER_MS, "estimated") if kept is None else kept.link
+
+
+@dataclass(frozen=True)
+class _Compute:
+    """What `measure_compute` has found on a machine."""
+
+    machine: Machine
+    flops_per_ms: float
+
+
+_COMPUTE = JsonFormat(_Compute, "compute rate", 1, ProfileError, "compute_rate", "measure again")
+
+
+def compute_rate() -> float:
+    """Floating-point operations per ms of a matrix product on this machine: as measured once, and kept.
+
+    Kept, since a plan must not change from one process to the next because of noise, or no compile cache would hit.
+    """
+    here, file = Machine.here(), kept_file("compute")
+    kept = read_kept(file, _COMPUTE)
+    if kept is not None and kept.machine == here and kept.flops_per_ms > 0:
+        return kept.flops_per_ms
+    found = measure_compute()
+    keep(file, _COMPUTE, _Compute(here, found))
+    return found
 
 
 def measure_compute() -> float:
-    """Floating-point operations per ms of a matrix product on this machine, to the nearest power of the square root of 2.
+    """Floating-point operations per ms of a matrix product, to the nearest power of the square root of 2.
 
-    Coarse on purpose: a plan must not change from one process to the next because of noise, or no compile cache would hit.
+    Coarse, so that where nothing can be kept, most processes agree all the same.
     """
     with torch.inference_mode():
         a = torch.ones(_SIDE, _SIDE)
         _timed(lambda: a @ a)
-        seconds = min(_timed(lambda: a @ a) for _ in range(3))
+        seconds = min(_timed(lambda: a @ a) for _ in range(10))
     return 2.0 ** (round(2 * math.log2(2 * _SIDE**3 / (seconds * 1000))) / 2)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import math
 import os
@@ -22,6 +21,7 @@ import numpy as np
 from ._json_files import JsonFormat
 from .errors import ProfileError, StoreError
 from .link_profile import LinkPoint, LinkProfile, fit_link
+from .machine_cache import keep, kept_file, read_kept
 from .runtime.arena import LEAST_HUGE, Arena
 from .runtime.container import ALIGN, round_up
 from .runtime.fileio import PositionalFile
@@ -215,19 +215,37 @@ def link_of(
     """
     base = choose_base(store_dir)
     wanted = curve_sizes(largest)[-1]
-    mount = mount_of(base)
-    where = "unknown" if mount is None else f"{mount.source} {mount.kind} {mount.point}"
-    key = _Key(platform.node(), os.stat(base).st_dev, where, beside is not None, pool >= LEAST_HUGE)
-    file = _file_of(key, cache_dir)
-    if file is not None and not again:
-        kept = _read(file)
-        if kept is not None and kept.key == key and 2 * kept.largest >= wanted:
-            return kept.link
+    key, file = _key(base, pool, beside is not None, cache_dir)
+    kept = None if again else read_kept(file, _FORMAT)
+    if kept is not None and kept.key == key and 2 * kept.largest >= wanted:
+        return kept.link
     with _probe(base, 2 * wanted) as probe:
         link = measure_curve([probe], curve_sizes(wanted), pool=pool, beside=beside)
-    if file is not None:
-        _write(file, _FORMAT.to_text(_Kept(key, wanted, link)))
+    keep(file, _FORMAT, _Kept(key, wanted, link))
     return link
+
+
+def kept_link(store_dir: str | os.PathLike[str] | None = None) -> LinkProfile | None:
+    """The curve that `link_of` has kept for a directory: beside compute if there is one, else at rest; None if there is none.
+
+    Raises:
+        StoreError: the directory cannot be used.
+    """
+    base = choose_base(store_dir)
+    for computing in (True, False):
+        key, file = _key(base, LEAST_HUGE, computing, None)
+        kept = read_kept(file, _FORMAT)
+        if kept is not None and kept.key == key:
+            return kept.link
+    return None
+
+
+def _key(base: Path, pool: int, computing: bool, cache_dir: str | os.PathLike[str] | None) -> tuple[_Key, Path | None]:
+    mount = mount_of(base)
+    where = "unknown" if mount is None else f"{mount.source} {mount.kind} {mount.point}"
+    key = _Key(platform.node(), os.stat(base).st_dev, where, computing, pool >= LEAST_HUGE)
+    name = f"link-{key.device:x}{'-computing' * computing}{'-small' * (not key.huge)}"
+    return key, kept_file(name, cache_dir)
 
 
 @contextmanager
@@ -257,36 +275,4 @@ def _probe(base: Path, nbytes: int) -> Iterator[PositionalFile]:
         probe.close()
 
 
-def _file_of(key: _Key, cache_dir: str | os.PathLike[str] | None) -> Path | None:
-    if cache_dir is None:
-        home = os.environ.get("XDG_CACHE_HOME", "")
-        try:
-            # A relative one is to be ignored: https://specifications.freedesktop.org/basedir-spec/latest/
-            cache_dir = (Path(home) if os.path.isabs(home) else Path.home() / ".cache") / "flextensor_fx"
-        except RuntimeError:  # there is no home
-            return None
-    name = "".join(c if c.isalnum() or c in "-." else "_" for c in key.machine)[:80]
-    return Path(cache_dir) / f"link-{name}-{key.device:x}{'-computing' * key.computing}{'-small' * (not key.huge)}.json"
-
-
-def _read(file: Path) -> _Kept | None:
-    try:
-        return _FORMAT.load(file)
-    except ProfileError:  # not there, or damaged: measured again, and written over
-        return None
-
-
-def _write(file: Path, text: str) -> None:
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        fd, name = tempfile.mkstemp(prefix=f".{file.name}-", dir=file.parent)
-        try:
-            with open(fd, "w", encoding="utf-8") as target:
-                target.write(text)
-            os.replace(name, file)  # another process reads the old one or the new one, never a part
-        except OSError:
-            os.unlink(name)
-            raise
-
-
-__all__ = ["LARGEST", "curve_sizes", "link_of", "measure_curve"]
+__all__ = ["LARGEST", "curve_sizes", "kept_link", "link_of", "measure_curve"]

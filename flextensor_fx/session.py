@@ -8,13 +8,15 @@ from __future__ import annotations
 import hashlib
 import sys
 import threading
+import uuid
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import CodeType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch._dynamo
@@ -24,11 +26,13 @@ from torch.utils.weak import TensorWeakRef
 from ._sources import nbytes as bytes_of
 from ._sources import storage_key
 from .candidates import Candidate, Roots, Slot, find_candidates
+from .captured import CapturedGraph, Costs
 from .config import OffloadConfig
 from .errors import BudgetError, OffloadError
 from .estimate import default_link
 from .passes.schedule import Schedule, format_bytes
 from .planner import Plan, plan
+from .profile import Profile, ProfiledWeight
 from .runtime import op_implementations, registry
 from .runtime.engine import Engine
 from .runtime.in_place import find_in_place
@@ -36,10 +40,13 @@ from .runtime.layout import WeightSpec
 from .runtime.parameter import OffloadedParameter
 from .runtime.session_dir import SessionDir
 from .runtime.store import Store
+from .runtime.trace import Recorder
 from .selection import Selection, select
-from .simulate import Link
 
 __all__ = ["GraphRecord", "Session"]
+
+AUTO = "auto"
+"""The profile of a session that measures its first calls."""
 
 _PAGE = 4096
 assert op_implementations  # importing it registers the ops
@@ -54,14 +61,12 @@ class GraphRecord:
     pass_seconds: float
 
 
-@dataclass(frozen=True)
-class Costs:
-    """What a plan is made from: steps that use each weight (by name), ms per step, the link, and `fused` as in `plan`."""
+class Watcher(Protocol):
+    """Sees the calls of a session."""
 
-    steps_of: Mapping[str, tuple[int, ...]]
-    step_ms: Sequence[float]
-    link: Link
-    fused: frozenset[str] = frozenset()
+    def watch(self, session: Session, graph: str, inner: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+        """Calls `inner(*arguments)`, a run of `graph`."""
+        ...
 
 
 @dataclass(eq=False)
@@ -73,6 +78,9 @@ class Session:
         selection, candidates: what the patterns chose.
         plan: for the whole model; None until the first.
         graphs: one record per compiled graph, in the order compiled.
+        captured: one per graph that Dynamo captured and that streams something, in the same order.
+        watcher: sees the calls of a session that is to plan from what they take.
+        replanned: whether it has.
     """
 
     uid: str
@@ -83,9 +91,13 @@ class Session:
     unit_of: Mapping[str, str]
     costs: Costs
     plan: Plan
+    streams_all: bool = False
     lock: threading.RLock = field(default_factory=threading.RLock)
     engine: Engine | None = None
     graphs: list[GraphRecord] = field(default_factory=list)
+    captured: list[CapturedGraph] = field(default_factory=list)
+    watcher: Watcher | None = None
+    replanned: bool = False
     _callables: list[weakref.ref[Any]] = field(default_factory=list)
     _roots: dict[str, weakref.ref[nn.Module]] = field(default_factory=dict)
     _moved: dict[str, OffloadedParameter] = field(default_factory=dict)
@@ -101,16 +113,25 @@ class Session:
 
     # --- making one ------------------------------------------------------------------------------------------------
     @classmethod
-    def open(cls, roots: Roots, config: OffloadConfig, costs: Costs | None, stays: Mapping[str, str]) -> Session:
+    def open(
+        cls,
+        roots: Roots,
+        config: OffloadConfig,
+        costs: Costs | None,
+        stays: Mapping[str, str],
+        streams_all: bool = False,
+    ) -> Session:
         """Selects and plans; moves nothing.
 
         Args:
             costs: from a captured graph, by weight name; None plans by the order of the parameters. Weights without steps
                 there are planned behind it, in the model's order.
             stays: weights that cannot be offloaded for a reason that only the graph knows.
+            streams_all: plans as if there were no budget, unless that would exceed the budget.
 
         Raises:
             SelectionError, PatternError: nothing is selected, or a pattern is malformed.
+            ProfileError: the profile to plan from cannot be read, or is of another model.
             BudgetError: no schedule exists within the budget.
             OffloadError: the weights lie on several devices, or not on the CPU.
         """
@@ -119,8 +140,11 @@ class Session:
         _require_cpu(candidates)
         unit_of, nbytes, fixed = _facts(candidates, stays)
         uid = registry.free_uid(_fingerprint(roots, candidates))
-        costs = _complete(costs or Costs({}, (), default_link()), nbytes)
-        session = cls(uid, config, selection, nbytes, fixed, unit_of, costs, _plan(config, costs, nbytes, fixed, 0))
+        if config.profile not in (None, AUTO):
+            costs = costs_of(_fitting_profile(str(config.profile), candidates, fixed))
+        costs = _complete(costs or Costs({}, (), default_link(config.store_dir)), nbytes)
+        plan = _plan(config, costs, nbytes, fixed, 0, streams_all=streams_all)
+        session = cls(uid, config, selection, nbytes, fixed, unit_of, costs, plan, streams_all)
         session._roots = {prefix: weakref.ref(module) for prefix, module in roots.modules.items()}
         session._stays_by_graph = dict(stays)
         session._signature = _signature(roots)
@@ -150,7 +174,7 @@ class Session:
             unit_of, nbytes, stays = _facts(candidates, self._stays_by_graph)
             costs = _complete(self.costs, nbytes)
             known = frozenset(moved.keys() & nbytes.keys())
-            self.plan = _plan(self.config, costs, nbytes, stays, self._pool_floor, known)
+            self.plan = _plan(self.config, costs, nbytes, stays, self._pool_floor, known, self.streams_all)
             self.selection, self.costs, self.unit_of, self.nbytes, self.stays = selection, costs, unit_of, nbytes, stays
             self._signature = signature
         self._moved = {name: parameter for name, parameter in moved.items() if name in self.nbytes}
@@ -211,6 +235,21 @@ class Session:
     def has_callable(self, value: Any) -> bool:
         return value is not None and any(ref() == value for ref in self._callables)
 
+    @property
+    def recorder(self) -> Recorder | None:
+        """What notes the events of a call that is being recorded."""
+        return None if self.engine is None else self.engine.recorder
+
+    @contextmanager
+    def recording(self, graph: str) -> Iterator[None]:
+        """Notes when a graph begins and ends, if events are being recorded."""
+        recorder = self.recorder
+        if recorder is not None:
+            recorder.note("enters", graph)
+        yield
+        if recorder is not None:
+            recorder.note("leaves", graph)
+
     # --- planning --------------------------------------------------------------------------------------------------
     def require_pool(self, least: int) -> None:
         """Plans again with a pool of at least `least` bytes, which a graph was found to need.
@@ -221,7 +260,42 @@ class Session:
         if least <= self._pool_floor:
             raise AssertionError(f"a pool of {self._pool_floor} bytes was refused, although only {least} are needed")
         self._pool_floor = least
-        self.plan = _plan(self.config, self.costs, self.nbytes, self.stays, least, frozenset(self._moved))
+        moved = frozenset(self._moved)
+        self.plan = _plan(self.config, self.costs, self.nbytes, self.stays, least, moved, self.streams_all)
+
+    def planned(self, costs: Costs) -> Plan:
+        """The plan from other costs, which need not leave a weight where it is.
+
+        Raises:
+            BudgetError: the budget cannot work with them.
+        """
+        return _plan(self.config, costs, self.nbytes, self.stays, self._pool_floor)
+
+    def adopt(self, costs: Costs, plan: Plan) -> None:
+        """Takes a plan from `planned`: moves weights to the store and back, and has every graph compiled anew.
+
+        Raises:
+            StoreError: a weight could not be moved; those moved so far stay where they are, and all are right.
+        """
+        engine = self.engine
+        assert engine is not None
+        self.costs, self.plan, self.replanned = costs, plan, True
+        returning = self._moved.keys() - set(plan.streamed)
+        moving = {name: self._moved.pop(name) for name in returning}
+        self.graphs.clear()
+        self.captured.clear()
+        self._page_pool = plan.pool
+        engine.set_pool(plan.pool)
+        try:
+            self.commit()
+            self._bring_back({stand_in.key for stand_in in moving.values()}, engine)
+        finally:
+            for name, stand_in in moving.items():
+                if stand_in.key in self._stand_ins:
+                    self._moved[name] = stand_in
+            # What was compiled for the old plan is guarded by the identity of what it fetches.
+            for stand_in in self._moved.values():
+                stand_in.identity = (stand_in.key, uuid.uuid4().hex)
 
     def record(self, graph: GraphRecord) -> None:
         """Notes a compiled graph, and gives the engine memory for it, in whole pages."""
@@ -303,11 +377,19 @@ class Session:
         engine = self.engine
         if engine is None:
             return
+        self._bring_back(set(self._stand_ins), engine)
+        self._moved = {}
+        registry.unregister(engine)
+        self.engine = None
+        engine.close()
+
+    def _bring_back(self, keys: Set[str], engine: Engine) -> None:
+        """Puts plain parameters in the place of stand-ins, one at a time."""
         returned = _ReturnedValues()
         slots: dict[int, list[Slot]] = {}
         for slot in self.roots.slots().values():
             slots.setdefault(id(slot.parameter), []).append(slot)
-        for key, stand_in in list(self._stand_ins.items()):
+        for key, stand_in in [(k, s) for k, s in self._stand_ins.items() if k in keys]:
             value = engine.read(key)
             parameter = self._original(key, stand_in, value)
             returned.values[key] = value
@@ -315,10 +397,6 @@ class Session:
                 slot.put(parameter)
             stand_in.source = returned  # references that the user kept go on working
             del self._stand_ins[key]
-        self._moved = {}
-        registry.unregister(engine)
-        self.engine = None
-        engine.close()
 
     def _original(self, key: str, stand_in: OffloadedParameter, value: Tensor) -> Tensor:
         """The parameter that was moved away, with `value`, if anybody still holds it: an optimizer must find it in the model."""
@@ -389,11 +467,13 @@ def _plan(
     stays: Mapping[str, str],
     pool_floor: int,
     moved: frozenset[str] = frozenset(),
+    streams_all: bool = False,
 ) -> Plan:
     uses = [(name, size, costs.steps_of[name]) for name, size in nbytes.items()]
     budget = config.budget_bytes(sum(nbytes.values()))
-    try:
-        made = plan(
+
+    def within(budget: int | None) -> Plan:
+        return plan(
             uses,
             costs.step_ms,
             costs.link,
@@ -404,6 +484,11 @@ def _plan(
             min_stream_bytes=config.min_stream_bytes,
             least_pool_bytes=pool_floor,
         )
+
+    try:
+        made = within(None if streams_all else budget)
+        if budget is not None and made.peak_bytes > budget:
+            made = within(budget)
     except BudgetError as error:
         text = f"{error}"
         if stays:
@@ -417,6 +502,48 @@ def _plan(
             made, streamed=(*made.streamed, *sorted(moved - set(made.streamed))), resident=made.resident - moved
         )
     return made
+
+
+def profiled_weights(session: Session) -> tuple[ProfiledWeight, ...]:
+    """The selected weights of a session."""
+    return _profiled(session.candidates(), session.stays, session.costs.fused)
+
+
+def _profiled(
+    candidates: Sequence[Candidate], stays: Mapping[str, str], fused: frozenset[str]
+) -> tuple[ProfiledWeight, ...]:
+    return tuple(
+        ProfiledWeight(
+            c.name,
+            c.unit,
+            bytes_of(c.parameter),
+            _shape(c.parameter) or (),
+            str(c.parameter.dtype),
+            c.name in fused,
+            stays.get(c.name),
+        )
+        for c in candidates
+    )
+
+
+def _fitting_profile(file: str, candidates: Sequence[Candidate], stays: Mapping[str, str]) -> Profile:
+    """The profile in `file`, which must be of these weights."""
+    found = Profile.load(file)
+    found.check_fits(_profiled(candidates, stays, frozenset()), str(torch.__version__), "cpu")
+    if found.foreign:
+        warnings.warn(
+            f"flextensor: the profile {file!r} was taken on another machine ({found.machine}); times here may differ",
+            UserWarning,
+            stacklevel=2,
+        )
+    return found
+
+
+def costs_of(found: Profile) -> Costs:
+    """What a profile says, all its graphs one after another."""
+    uses, step_ms = found.joined()
+    fused = frozenset(weight.name for weight in found.weights if weight.fused)
+    return Costs({name: steps for name, _, steps in uses}, step_ms, found.link.link, fused)
 
 
 def _complete(costs: Costs, nbytes: Mapping[str, int]) -> Costs:

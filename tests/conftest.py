@@ -1,7 +1,8 @@
-"""Golden texts: `pytest --accept` writes what a test found as what it expects from then on."""
+"""Golden texts: `pytest --accept` writes what a test found as what it expects from then on. A cache directory for each run."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,12 @@ _FOLDER = Path(__file__).parent / "golden"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--accept", action="store_true", help="write the texts found as the golden ones")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _machine_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What was measured on this machine before must not change what a test sees."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ FULL: dict[str, Any] = {
     "device": "cpu",
     "lookahead": 2,
     "min_stream_bytes": 0,
+    "profile": "llama.profile.json",
     "store_dir": "/data",
     "inner_backend": "aot_eager",
     "inner_mode": "max-autotune",
@@ -44,6 +45,7 @@ def test_defaults() -> None:
         "device": None,
         "lookahead": None,
         "min_stream_bytes": None,
+        "profile": None,
         "store_dir": None,
         "inner_backend": "inductor",
         "inner_mode": None,
@@ -333,7 +335,14 @@ def test_options_of_the_wrong_type_are_refused() -> None:
 
 
 CHANGED: dict[str, Any] = {**FULL, "include_patterns": ["x"], "exclude_patterns": ["y"], "budget": 9, "device": None}
-CHANGED |= {"lookahead": 3, "min_stream_bytes": 7, "store_dir": "/other", "inner_backend": "eager", "inner_mode": "m"}
+CHANGED |= {
+    "lookahead": 3,
+    "min_stream_bytes": 7,
+    "profile": "auto",
+    "store_dir": "/other",
+    "inner_backend": "eager",
+    "inner_mode": "m",
+}
 CHANGED |= {"inner_options": {}, "read_threads": 1, "direct_io": True, "dump_dir": None, "enabled": True}
 
 
@@ -346,4 +355,4 @@ def test_the_digest_changes_with_what_shapes_the_graph_alone(field: str) -> None
 
 
 def test_the_digest_is_the_same_in_every_process() -> None:
-    assert OffloadConfig(include_patterns=["layers.*"], budget="2GiB").digest() == "180ce118c1ac14d7"
+    assert OffloadConfig(include_patterns=["layers.*"], budget="2GiB").digest() == "7222a37b7a31cf4b"

@@ -6,18 +6,19 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Literal
 
-Kind = Literal["issued", "taken", "read", "arrived", "waits", "waited", "offloaded"]
+Kind = Literal["issued", "taken", "read", "arrived", "waits", "waited", "offloaded", "enters", "leaves"]
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One moment in the life of a transfer.
+    """One moment in the life of a transfer, or of a call.
 
     Fields:
         at_s: seconds on the clock of `time.perf_counter`.
         kind: "issued", its prefetch ran; "taken", it got its memory; "read" and "arrived", its read began and ended; "waits"
-            and "waited", compute came to its wait and went on; "offloaded", its last consumer had run.
-        key: of the weight.
+            and "waited", compute came to its wait and went on; "offloaded", its last consumer had run; "enters" and "leaves", a
+            compiled graph began and ended.
+        key: of the weight; of a graph its name, ": " and the class of its input shapes.
     """
 
     at_s: float

@@ -1,0 +1,84 @@
+"""What a captured graph tells the planner: which weights each step uses, and a rough cost of every step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, strided
+from torch.fx import Graph, Node
+
+from . import _sources
+from .estimate import compute_rate, step_costs
+from .passes.collect_uses import collect_uses
+from .passes.fetches import FetchSpec
+from .passes.realized import captured_elementwise, captured_realized
+from .simulate import Link
+
+_OF_MODULES = ("_modules", "_parameters", "_buffers")
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a plan is made from: steps that use each weight (by name), ms per step, the link, and `fused` as in `plan`."""
+
+    steps_of: Mapping[str, tuple[int, ...]]
+    step_ms: Sequence[float]
+    link: Link
+    fused: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class CapturedGraph:
+    """A graph as Dynamo captured it.
+
+    Fields:
+        name: no other graph of the same session has it.
+        costs: of the weights that it uses; estimated.
+    """
+
+    name: str
+    costs: Costs
+
+
+def captured_costs(
+    graph: Graph, names: Mapping[Node, Sequence[str]], parameters: Mapping[Node, Tensor], link: Link
+) -> Costs:
+    """Estimates of a captured graph.
+
+    Args:
+        names: of the weight that each placeholder stands for.
+        parameters: their values; only shapes and dtypes are read.
+        link: what copies are thought to cost.
+    """
+    specs = {
+        node: FetchSpec(names[node][0], tuple(p.shape), (), p.dtype, p.device)
+        for node in names
+        if (p := parameters[node]).layout is strided
+    }
+    uses = collect_uses(graph, captured_realized, specs)
+    steps_of = {
+        name: tuple(sorted({step for c in use.consumers for step in (c.step, c.closes)}))
+        for use in uses.fetches
+        for name in names[use.node]
+    }
+    fused = {
+        name
+        for use in uses.fetches
+        if all(captured_elementwise(consumer.node) for consumer in use.consumers)
+        for name in names[use.node]
+    }
+    return Costs(steps_of, step_costs(uses, compute_rate()), link, frozenset(fused))
+
+
+def input_places(placeholders: Sequence[Node]) -> tuple[int, ...]:
+    """Places of the arguments that the caller gave, as far as Dynamo tells: no parameters and buffers of modules."""
+    sources = [_sources.source_of(node) for node in placeholders]
+    named = ["" if source is None else _sources.source_name(source) for source in sources]
+    return tuple(place for place, name in enumerate(named) if not any(part in name for part in _OF_MODULES))
+
+
+def signature(arguments: Sequence[object], places: Sequence[int]) -> str:
+    """The class of shapes of a call: dtype and shape of each input that is a tensor."""
+    tensors = [value for place in places if isinstance(value := arguments[place], Tensor)]
+    return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
