@@ -8,14 +8,17 @@ cache's key, and where the cache answers, a preview stands for the schedule that
 from __future__ import annotations
 
 import functools
+import hashlib
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch.fx import Graph, GraphModule
 
 from .config import OffloadConfig
+from .direct_calls import lower_to_direct_calls
 from .errors import ConfigError
 from .passes.realized import Realized, all_realized, aten_realized
 from .passes.tag_recompute import tag_recompute
@@ -105,6 +108,8 @@ def _inductor(
 ) -> Compiled:
     from torch._inductor import config as inductor_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    lower_to_direct_calls()
 
     def lower_then_compile(graph: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
         lowering = lower(graph, aten_realized, bool(options.get("is_backward", False)))
@@ -211,7 +216,6 @@ def _checking_partitioner(partition: Any, check: Check) -> Any:
 
 def _lowering_pass(first: Any, lowering: Lowering) -> Any:
     """An Inductor pass that runs the user's pass or passes `first`, then lowers; `error` is what that raised."""
-    from . import __version__
 
     def lower(graph: Graph) -> None:
         module = graph.owning_module
@@ -222,9 +226,17 @@ def _lowering_pass(first: Any, lowering: Lowering) -> Any:
             made.error = error
             raise
 
-    made = _followed_by(first, lower, f"{__version__}:{lowering.preview()}")
+    made = _followed_by(first, lower, f"{_code_digest()}:{lowering.preview()}")
     made.error = None
     return made
+
+
+@functools.cache
+def _code_digest() -> str:
+    """Of the code that lowers a graph: another release, or an edited one, must not be served what this one has compiled."""
+    here = Path(__file__).parent
+    files = [*sorted((here / "passes").glob("*.py")), here / "inner.py", here / "direct_calls.py"]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 def _followed_by(first: Any, own: Callable[[Graph], None], version: str) -> Any:

@@ -139,7 +139,8 @@ def measured_timeline(
             stay.waited = now
             waits.append(stay)
         elif event.kind == "offloaded" and (stay := _first(of_key, lambda s: s.waited is not None)):
-            changes.append((now, -weight.nbytes))
+            if stay.taken:
+                changes.append((now, -weight.nbytes))
             of_key.remove(stay)
     transfers.sort(key=lambda span: span.start_ms)
     compute, stalls = _cut(waits, total)

@@ -21,7 +21,7 @@ from compiling import assert_equal, fresh_compiler, stream
 __all__ = ["fresh_compiler"]
 
 _CALL = re.compile(
-    r"torch\.ops\.flextensor_fx\.(?P<op>\w+)\.default\((?:(?P<weight>buf\d+), )?'[\w-]+:(?P<key>[\w.]+)'"
+    r"torch\.ops\.flextensor_fx\.(?P<op>\w+)\.default\.direct\((?:(?P<weight>buf\d+), )?'[\w-]+:(?P<key>[\w.]+)'"
     r"|(?P<product>extern_kernels\.\w*mm\()|(?P<fused>cpp_fused\w*\()"
 )
 
@@ -148,7 +148,7 @@ def test_a_pointwise_reader_in_two_kernels_ends_before_the_offload() -> None:
     assert_equal(models[0].seen, models[1].seen)
     lines = code[code.index("def call(") :].splitlines()
     offload = next(n for n, line in enumerate(lines) if "offload.default" in line and ":scale'" in line)
-    buffer = re.search(r"default\((buf\d+),", lines[offload])
+    buffer = re.search(r"direct\((buf\d+),", lines[offload])
     assert buffer is not None
     assert not [line for line in lines[offload + 1 :] if re.search(rf"\b{buffer[1]}\b", line) and "del" not in line]
 

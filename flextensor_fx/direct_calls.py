@@ -1,0 +1,64 @@
+"""Has Inductor call our ops' implementations directly: by way of the dispatcher a transfer takes half as long again.
+
+The ops run some hundred times in a call of a model, from Python, with arguments that are Python's: all that the dispatcher does
+for them is to turn these into its own form and back. While a profiler runs, which wants to see every op, it is used.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from .passes import ops
+from .runtime import op_implementations
+
+ATTRIBUTE = "direct"
+"""Of an op: what generated code calls in its place."""
+
+_IMPLEMENTATIONS: dict[OpOverload, Callable[..., Any]] = {
+    ops.prefetch: op_implementations.prefetch,
+    ops.wait: op_implementations.wait,
+    ops.offload: op_implementations.offload,
+}
+
+
+def _direct(op: OpOverload, implementation: Callable[..., Any]) -> Callable[..., Any]:
+    profiled: Callable[[], bool] = torch.autograd._profiler_enabled
+
+    def call(*arguments: Any) -> Any:
+        return op(*arguments) if profiled() else implementation(*arguments)
+
+    return call
+
+
+# Generated code may come out of a cache: it must find these in a process that has compiled nothing.
+for _op, _implementation in _IMPLEMENTATIONS.items():
+    setattr(_op, ATTRIBUTE, _direct(_op, _implementation))
+
+
+@functools.cache
+def lower_to_direct_calls() -> None:
+    """Tells Inductor; once per process."""
+    from torch._inductor.lowering import fallback_handler, register_lowering
+
+    for op in _IMPLEMENTATIONS:
+        register_lowering(op, type_promotion_kind=None)(_lowering(op, fallback_handler(op)))
+
+
+def _lowering(op: OpOverload, fallback: Callable[..., Any]) -> Callable[..., Any]:
+    def lower(*arguments: Any) -> Any:
+        from torch._inductor.ir import FallbackKernel
+        from torch._inductor.virtualized import V
+
+        made = len(V.graph.operations)
+        result = fallback(*arguments)
+        if not V.graph.cpp_wrapper:
+            (kernel,) = (o for o in V.graph.operations[made:] if isinstance(o, FallbackKernel))
+            kernel.python_kernel_name = f"{kernel.python_kernel_name}.{ATTRIBUTE}"
+        return result
+
+    return lower
