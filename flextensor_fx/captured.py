@@ -68,7 +68,7 @@ def captured_costs(
         if all(captured_elementwise(consumer.node) for consumer in use.consumers)
         for name in names[use.node]
     }
-    return Costs(steps_of, step_costs(uses, compute_rate()), link, frozenset(fused))
+    return Costs(steps_of, step_costs(graph, uses, compute_rate()), link, frozenset(fused))
 
 
 def input_places(placeholders: Sequence[Node]) -> tuple[int, ...]:

@@ -12,19 +12,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from ._json_files import JsonFormat
 from .errors import ProfileError
 from .link_curve import kept_link
 from .machine import Machine
 from .machine_cache import keep, kept_file, read_kept
+from .passes.aliasing import may_alias
 from .passes.collect_uses import Uses
+from .passes.metadata import is_tensor, value_of
 from .simulate import Link
 
 _SIDE = 512
 _DISK_BYTES_PER_MS = 1.5e6
 _DISK_LATENCY_MS = 0.1
+_MEMORY_BYTES_PER_MS = 1e7  # what a core or two read
+_WRITTEN = 0.3  # share of the elementwise results that are written out, and not fused into what reads them
+_PRODUCTS = frozenset("matmul __matmul__ bmm mm baddbmm einsum".split())
 
 
 def default_link(store_dir: str | os.PathLike[str] | None = None) -> Link:
@@ -70,17 +75,49 @@ def measure_compute() -> float:
     return 2.0 ** (round(2 * math.log2(2 * _SIDE**3 / (seconds * 1000))) / 2)
 
 
-def step_costs(uses: Uses, flops_per_ms: float) -> list[float]:
-    """Estimated ms of each step: the products of its weights with what meets them there, at least the reading of its output."""
+def step_costs(graph: Graph, uses: Uses, flops_per_ms: float) -> list[float]:
+    """Estimated ms of each step of a captured graph, from the nodes' shapes.
+
+    1. A product with a weight takes its floating-point operations, at least the reading of the weight.
+    2. Of the work up to the next step, attention and products of activations count by their operations, views not at all, and
+       all else by the bytes that it writes, as far as these are not fused away. What comes before the first step counts there.
+    """
     costs = [0.0] * len(uses.steps)
+    if not costs:
+        return costs
     for use in uses.fetches:
         for consumer in use.consumers:
             elements, channels = _output_of(consumer.node)
             matrix = len(use.spec.size) > 1 and _multiplies(consumer.node)
             width = math.prod(use.spec.size) / max(channels, 1) if matrix else 1.0
-            # A product of few rows is bound by reading its weight; a core reads some 10 GB/s.
-            costs[consumer.step] += max(2 * elements * width / flops_per_ms, use.spec.nbytes / 1e7 if matrix else 0.0)
+            # A product of few rows is bound by reading its weight.
+            least = use.spec.nbytes / _MEMORY_BYTES_PER_MS if matrix else 0.0
+            costs[consumer.step] += max(2 * elements * width / flops_per_ms, least)
+    starts = {node: step for step, node in enumerate(uses.steps)}
+    of_weights = {node for use in uses.fetches for node in use.weight_work}
+    step = 0
+    for node in graph.nodes:
+        step = starts.get(node, step)
+        if node.op in ("call_function", "call_method") and node not in starts and node not in of_weights:
+            costs[step] += _work_ms(node, flops_per_ms)
     return costs
+
+
+def _work_ms(node: Node, flops_per_ms: float) -> float:
+    """Estimated ms of a node that reads no weight."""
+    if may_alias(node) or not is_tensor(node):
+        return 0.0
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    elements, _ = _output_of(node)
+    given = [
+        v for v in (*node.args, *node.kwargs.values()) if isinstance(v, Node) and is_tensor(v)
+    ]  # one may come twice
+    shapes = [[_hint(extent) for extent in value_of(source).shape] for source in given]
+    if name == "scaled_dot_product_attention" and len(shapes) > 1 and len(shapes[1]) > 1:
+        return 4 * math.prod(shapes[0]) * shapes[1][-2] / flops_per_ms  # queries by keys, and scores by values
+    if name in _PRODUCTS and shapes and shapes[0]:
+        return 2 * elements * shapes[0][-1] / flops_per_ms
+    return elements * value_of(node).dtype.itemsize * _WRITTEN / _MEMORY_BYTES_PER_MS
 
 
 def _timed(call: Any) -> float:

@@ -5,8 +5,9 @@ The planner sees bytes, steps, milliseconds and names; never tensors or graphs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from typing import Literal
 
@@ -58,6 +59,7 @@ class Plan:
         lower_bound_ms: no plan within the budget (here: within peak_bytes where none was given) is faster.
         least_budget: the least budget that `plan` accepts for these weights.
         why: one line per key.
+        activation_bytes: what activations take at their peak, in peak_bytes, budget and least_budget.
         objective: "single" or "steady", what `predicted_ms` and `lower_bound_ms` are about.
         steady: the schedule of one call among equal ones; None with objective "single".
     """
@@ -76,6 +78,7 @@ class Plan:
     why: Mapping[str, str] = field(hash=False)
     objective: Objective = "single"
     steady: SteadySchedule | None = None
+    activation_bytes: int = 0
 
     @property
     def gap(self) -> float:
@@ -89,7 +92,10 @@ class Plan:
 
     def __str__(self) -> str:
         given = "none" if self.budget is None else format_bytes(self.budget)
-        kept, moved, pool = (format_bytes(n) for n in (self.peak_bytes - self.pool, self.streamed_bytes, self.pool))
+        kept, moved, pool = (
+            format_bytes(n)
+            for n in (self.peak_bytes - self.activation_bytes - self.pool, self.streamed_bytes, self.pool)
+        )
         stall, bound = f"{self.predicted_stall_ms:.3f} ms stalled", f"lower bound {self.lower_bound_ms:.3f} ms"
         lines = [
             f"Plan: budget {given}, takes {format_bytes(self.peak_bytes)}; least budget {format_bytes(self.least_budget)}",
@@ -97,6 +103,8 @@ class Plan:
             f"  streamed   {len(self.streamed)} weights, {moved}, through a pool of {pool}",
             f"  predicted  {self.predicted_ms:.3f} ms, of it {stall}; {bound}",
         ]
+        if self.activation_bytes:
+            lines.append(f"  activations {format_bytes(self.activation_bytes)}, within the budget")
         if self.steady is not None:
             names = ", ".join(self.wrapping[:3]) + (", ..." if len(self.wrapping) > 3 else "")
             lines.append(
@@ -119,6 +127,7 @@ def plan(
     least_pool_bytes: int = 0,
     objective: Objective = "single",
     late: bool = False,
+    activation_bytes: int = 0,
 ) -> Plan:
     """Plan one call so that it is as fast as the budget allows.
 
@@ -140,12 +149,22 @@ def plan(
         objective: "single": the time of one call that starts with nothing prefetched. "steady": the period of a call that
             repeats, whose end may fetch for the start of the next.
         late: with objective "steady", issue each copy as late as it stays hidden with a margin, not as early as it may.
+        activation_bytes: what activations take of the budget at their peak, and weights may not have.
 
     Raises:
         BudgetError: the budget is below the least that works, which the error names.
-        ValueError: malformed uses, a step beyond `step_ms`, an unknown fixed key or objective, a negative lookahead.
+        ValueError: malformed uses, a step beyond `step_ms`, an unknown fixed key or objective, a negative lookahead or
+            activation_bytes.
     """
     _check(uses, step_ms, fixed, fused, lookahead)
+    if activation_bytes < 0:
+        raise ValueError(f"plan: activation_bytes must be at least 0, found {activation_bytes}")
+    if activation_bytes:
+        for_weights = partial(
+            plan, uses, step_ms, link, fixed=fixed, fused=fused, lookahead=lookahead, min_stream_bytes=min_stream_bytes,
+            least_pool_bytes=least_pool_bytes, objective=objective, late=late,
+        )  # fmt: skip
+        return _beside_activations(for_weights, budget, activation_bytes)
     if objective not in ("single", "steady"):
         raise ValueError(f'plan: objective must be "single" or "steady", found {objective!r}')
     steady = objective == "steady"
@@ -231,6 +250,26 @@ def plan(
         ),
         objective=objective,
         steady=transfers if isinstance(transfers, SteadySchedule) else None,
+    )
+
+
+def _beside_activations(for_weights: Callable[[int | None], Plan], budget: int | None, nbytes: int) -> Plan:
+    """Plans weights for what activations leave of the budget; all bytes of the plan count these in."""
+    try:
+        made = for_weights(None if budget is None else budget - nbytes)
+    except BudgetError as error:
+        least = error.least + nbytes
+        raise BudgetError(
+            f"plan: expected a budget of at least {least} bytes ({format_bytes(least)}), found {budget}; activations take "
+            f"{nbytes} ({format_bytes(nbytes)}) of it, and for the weights: {error}",
+            least,
+        ) from None
+    return replace(
+        made,
+        budget=budget,
+        peak_bytes=made.peak_bytes + nbytes,
+        least_budget=made.least_budget + nbytes,
+        activation_bytes=nbytes,
     )
 
 

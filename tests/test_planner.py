@@ -85,6 +85,28 @@ def test_weights_fused_into_loops_stay_until_the_budget_needs_them():
     assert least.resident == frozenset()
 
 
+@pytest.mark.parametrize("objective", ["single", "steady"])
+def test_activations_take_their_part_of_the_budget(objective):
+    uses, step_ms = layers(8), [2.0] * 8
+    alone = plan(uses, step_ms, LINK, 300, objective=objective)
+    made = plan(uses, step_ms, LINK, 1000, activation_bytes=700, objective=objective)
+    assert (made.resident, made.streamed, made.pool) == (alone.resident, alone.streamed, alone.pool)
+    assert (made.budget, made.peak_bytes) == (1000, alone.peak_bytes + 700)
+    assert made.least_budget == alone.least_budget + 700
+    assert "activations 700 B, within the budget" in str(made) and "activations" not in str(alone)
+    free = plan(uses, step_ms, LINK, None, activation_bytes=700, objective=objective)
+    assert (
+        free.budget is None and free.peak_bytes == plan(uses, step_ms, LINK, None, objective=objective).peak_bytes + 700
+    )
+    least = alone.least_budget + 700
+    with pytest.raises(BudgetError, match=f"at least {least} bytes.*activations take 700") as error:
+        plan(uses, step_ms, LINK, least - 1, activation_bytes=700, objective=objective)
+    assert error.value.least == least
+    plan(uses, step_ms, LINK, least, activation_bytes=700, objective=objective)
+    with pytest.raises(ValueError, match="activation_bytes must be at least 0, found -1"):
+        plan(uses, step_ms, LINK, 300, activation_bytes=-1)
+
+
 def test_fixed_weights_stay_and_count():
     made = plan(layers(4), [1.0] * 4, LINK, 250, fixed=frozenset({"l3"}))
     assert "l3" in made.resident
