@@ -19,7 +19,7 @@ from .config import OffloadConfig
 from .errors import SelectionError
 from .estimate import default_link, measure_compute, step_costs
 from .gradients import differentiable_outputs, refuse_gradients
-from .inner import compile_alone, compile_inner
+from .inner import Kind, compile_alone, compile_inner
 from .mutations import mutated_placeholders
 from .passes.collect_uses import collect_uses
 from .passes.fetches import FetchSpec, fetch_nodes
@@ -263,13 +263,15 @@ class _Compilation:
             return refuse_gradients(run, trainable, differentiable_outputs(self.module.graph), inputs_written)
         return run
 
-    def _lower(self, module: GraphModule, realized: Realized, backward: bool) -> None:
+    def _lower(self, module: GraphModule, realized: Realized, kind: Kind) -> None:
         if not any(fetch_nodes(module.graph)):
             return
-        name = self._name("backward" if backward else "forward")
+        name = self._name("backward" if kind == "backward" else "forward")
         pipeline = Pipeline(module, name, self._dump_dir)
-        for uid, schedule in lower(pipeline, realized, self._limits).items():
-            self.sessions[uid].record(GraphRecord(name, schedule, pipeline.seconds))
+        # A forward with a backward is followed by that, and what it fetched ahead would have to make room.
+        steady = kind == "inference" and self.config.objective == "steady"
+        for uid, schedule in lower(pipeline, realized, self._limits, steady=steady).items():
+            self.sessions[uid].record(GraphRecord.of(name, schedule, pipeline.seconds))
 
     def _check(self, module: GraphModule, realized: Realized) -> None:
         for uid in self.sessions:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.fx import Graph, GraphModule
@@ -17,8 +17,11 @@ from .passes.realized import Realized, all_realized, aten_realized
 from .passes.tag_recompute import tag_recompute
 from .passes.verify_graph import verify_graph
 
-Lower = Callable[[GraphModule, Realized, bool], None]
-"""Lowers the fetches of a graph in place; the flag says that it is a backward graph."""
+Kind = Literal["inference", "forward", "backward"]
+"""What a graph is: one by itself, the forward of one with a backward, or that backward."""
+
+Lower = Callable[[GraphModule, Realized, Kind], None]
+"""Lowers the fetches of a graph in place."""
 
 Check = Callable[[GraphModule, Realized], None]
 """Looks at a backward graph when it is made. It is lowered at its first call, which is too late to plan for a larger pool."""
@@ -46,7 +49,7 @@ def _eager(module: GraphModule, inputs: Sequence[Any], config: OffloadConfig, lo
     if torch.is_grad_enabled():
         # Autograd would save every fetched weight for the backward; only a joint graph can fetch it again instead.
         return _aot_eager(module, inputs, config, lower, check)
-    lower(module, all_realized, False)
+    lower(module, all_realized, "inference")
     return module.forward
 
 
@@ -56,8 +59,8 @@ def _aot_eager(
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
 
-    def compiler(graph: GraphModule, _: Sequence[Any], *, backward: bool) -> Compiled:
-        lower(graph, all_realized, backward)
+    def compiler(graph: GraphModule, _: Sequence[Any], *, kind: Kind) -> Compiled:
+        lower(graph, all_realized, kind)
         return make_boxed_func(graph.forward)
 
     def partition(joint: GraphModule, joint_inputs: Sequence[Any], **options: Any) -> Any:
@@ -68,8 +71,9 @@ def _aot_eager(
 
     with _without_autograd_cache():
         return aot_autograd(
-            fw_compiler=functools.partial(compiler, backward=False),
-            bw_compiler=functools.partial(compiler, backward=True),
+            fw_compiler=functools.partial(compiler, kind="forward"),
+            bw_compiler=functools.partial(compiler, kind="backward"),
+            inference_compiler=functools.partial(compiler, kind="inference"),
             partition_fn=partition,
             keep_inference_input_mutations=True,
         )(module, inputs)
@@ -82,7 +86,8 @@ def _inductor(
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     def lower_then_compile(graph: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
-        lower(graph, aten_realized, bool(options.get("is_backward", False)))
+        kind = "backward" if options.get("is_backward") else "inference" if options.get("is_inference") else "forward"
+        lower(graph, aten_realized, kind)
         # Both have run, and the pass's name may differ from call to call: in the key of Inductor's cache nothing would hit.
         with inductor_config.patch(joint_custom_pre_pass=None, custom_partitioner_fn=None):
             return compile_fx_inner(graph, example_inputs, **options)

@@ -1,4 +1,4 @@
-"""Moves prefetches and offloads back to the earliest place that their inputs allow.
+"""Moves prefetches, those ahead too, and offloads back to the earliest place that their inputs allow.
 
     y = mm(x, w)                         y = mm(x, w)
     z = relu(y)               ->         done = offload(w, key, after=[y])
@@ -20,7 +20,7 @@ def hoist_transfers(graph: Graph) -> None:
     """Rewrites `graph` in place; linear in its nodes. Waits stay where they are: they must not come early."""
     begin = next((node for node in graph.nodes if node.op != "placeholder"), None)
     for node in list(graph.nodes):
-        if node.op != "call_function" or node.target not in (ops.prefetch, ops.offload):
+        if node.op != "call_function" or node.target not in (ops.prefetch, ops.offload, ops.prefetch_ahead):
             continue
         latest = max((source for source in node.all_input_nodes if source.op != "placeholder"), default=None)
         if latest is not None:

@@ -25,6 +25,7 @@ FULL: dict[str, Any] = {
     "device": "cpu",
     "lookahead": 2,
     "min_stream_bytes": 0,
+    "objective": "steady",
     "store_dir": "/data",
     "inner_backend": "aot_eager",
     "inner_mode": "max-autotune",
@@ -44,6 +45,7 @@ def test_defaults() -> None:
         "device": None,
         "lookahead": None,
         "min_stream_bytes": None,
+        "objective": "single",
         "store_dir": None,
         "inner_backend": "inductor",
         "inner_mode": None,
@@ -151,6 +153,7 @@ def test_a_share_is_exact_and_never_above_all(share: float, selected: int) -> No
         ("lookahead", True, "found bool True"),
         ("lookahead", 1.0, "found float 1.0"),
         ("min_stream_bytes", "1MB", "found str '1MB'"),
+        ("objective", "fast", "one of 'single', 'steady'"),
         ("store_dir", 3, "None or a path"),
         ("store_dir", "", "None or a path"),
         ("inner_backend", "triton", "one of 'inductor', 'aot_eager', 'eager'"),
@@ -277,6 +280,7 @@ def test_a_missing_file_and_a_missing_parser_are_refused(tmp_path: Path, monkeyp
         ("budget", "none", None),
         ("lookahead", "3", 3),
         ("min_stream_bytes", "", None),
+        ("objective", "steady", "steady"),
         ("store_dir", "/data", "/data"),
         ("inner_backend", "eager", "eager"),
         ("inner_options", '{"max_autotune": true}', {"max_autotune": True}),
@@ -333,7 +337,14 @@ def test_options_of_the_wrong_type_are_refused() -> None:
 
 
 CHANGED: dict[str, Any] = {**FULL, "include_patterns": ["x"], "exclude_patterns": ["y"], "budget": 9, "device": None}
-CHANGED |= {"lookahead": 3, "min_stream_bytes": 7, "store_dir": "/other", "inner_backend": "eager", "inner_mode": "m"}
+CHANGED |= {
+    "lookahead": 3,
+    "min_stream_bytes": 7,
+    "objective": "single",
+    "store_dir": "/other",
+    "inner_backend": "eager",
+    "inner_mode": "m",
+}
 CHANGED |= {"inner_options": {}, "read_threads": 1, "direct_io": True, "dump_dir": None, "enabled": True}
 
 
@@ -346,4 +357,4 @@ def test_the_digest_changes_with_what_shapes_the_graph_alone(field: str) -> None
 
 
 def test_the_digest_is_the_same_in_every_process() -> None:
-    assert OffloadConfig(include_patterns=["layers.*"], budget="2GiB").digest() == "180ce118c1ac14d7"
+    assert OffloadConfig(include_patterns=["layers.*"], budget="2GiB").digest() == "b1318c11cff2cc09"

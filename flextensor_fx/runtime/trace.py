@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Literal
 
-Kind = Literal["issued", "taken", "read", "arrived", "waits", "waited", "offloaded"]
+Kind = Literal["issued", "taken", "read", "arrived", "waits", "waited", "offloaded", "dropped"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,8 @@ class Event:
     Fields:
         at_s: seconds on the clock of `time.perf_counter`.
         kind: "issued", its prefetch ran; "taken", it got its memory; "read" and "arrived", its read began and ended; "waits"
-            and "waited", compute came to its wait and went on; "offloaded", its last consumer had run.
+            and "waited", compute came to its wait and went on; "offloaded", its last consumer had run; "dropped", a copy
+            ahead of the next call gave up its memory unread.
         key: of the weight.
     """
 
