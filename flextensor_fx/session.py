@@ -250,6 +250,7 @@ class Session:
         self._page_pool = max(self._page_pool, self.pool, _paged_peak(graph))
         if self.engine is not None:
             self.engine.set_pool(self._page_pool)
+            self.engine.note_compilation()
 
     # --- moving ----------------------------------------------------------------------------------------------------
     def commit(self, in_place: bool = False) -> list[tuple[Tensor, OffloadedParameter]]:

@@ -9,14 +9,17 @@
                                                        ahead = prefetch_ahead(key_a, after=[token_z, last])
 
 A prefetch_ahead is hung up as a prefetch is: after the one before it, or the last prefetch, and after every offload that frees
-the memory it is to take; where none does, after the last realized node before the step that it may not run ahead of.
+the memory it is to take; where none does, after the last realized node before the step that it may not run ahead of. Waits that
+the schedule puts behind it come after it, as after a prefetch.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 
+from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from . import ops
@@ -41,13 +44,15 @@ def insert_prefetches_ahead(
         return
     tokens = [n for n in graph.find_nodes(op="call_function", target=ops.prefetch) if _store(n) == store]
     transfers = schedule.in_call.transfers
-    waits = [next(user for user in token.users if user.target is ops.wait) for token in tokens]
+    waits = [_taker(token, ops.wait) for token in tokens]
     freed: defaultdict[int, list[Node]] = defaultdict(list)
     for transfer, wait in zip(transfers, waits, strict=True):
-        freed[transfer.last_use + 1].append(next(user for user in wait.users if user.target is ops.offload))
+        freed[transfer.last_use + 1].append(_taker(wait, ops.offload))
     before = last_realized_before(graph, steps, realized)
     values = ValueMaker(tokens)
     passed, last = transfers[-1].issue_at, tokens[-1]
+    boundaries: list[int] = []
+    issued: list[Node] = []
     for transfer, first in zip(ahead, tokens, strict=False):  # they are the first of the call
         boundary = transfer.issue_at + schedule.steps
         after = [last, *(node for at in range(passed + 1, boundary + 1) for node in freed[at])]
@@ -58,6 +63,17 @@ def insert_prefetches_ahead(
         inherit_place(last, first)
         values.set_token(last, first.args[1])  # pyright: ignore[reportArgumentType]  # a prefetch's second argument is its device
         passed = boundary
+        boundaries.append(boundary)
+        issued.append(last)
+    for transfer, wait in zip(transfers, waits, strict=True):
+        place = bisect_right(boundaries, transfer.first_use)
+        if place:
+            wait.update_arg(6, [*wait.args[6], issued[place - 1]])  # pyright: ignore[reportGeneralTypeIssues, reportOptionalIterable]  # `after`
+
+
+def _taker(node: Node, op: OpOverload) -> Node:
+    """The call of `op` on `node`; others may have it in their `after`."""
+    return next(user for user in node.users if user.target is op and user.args[0] is node)
 
 
 def _store(prefetch: Node) -> str:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from flextensor_fx.runtime.arena import Arena
+from flextensor_fx.runtime.arena import Arena, Block
 
 if TYPE_CHECKING:
     from flextensor_fx.runtime.reader import Transfer
@@ -27,7 +27,7 @@ class Ahead:
         arena: that the blocks of the transfers are from.
 
     Attributes:
-        dropped: how many were dropped for room so far.
+        dropped: how many were dropped so far.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -74,7 +74,7 @@ class Ahead:
         return transfer
 
     def drop_last(self) -> str | None:
-        """Drops the transfer that is needed last. Its block returns at once, or when a read that has begun ends.
+        """Drops the transfer that is needed last, for room. Its block returns at once, or when a read that has begun ends.
 
         Returns:
             Its key; None if none is held.
@@ -83,21 +83,28 @@ class Ahead:
             key, transfer = self._held.popitem()
         except KeyError:
             return None
-        self.dropped += 1
         length, _ = self._skips.get(key, (0, 0))
         length = min(2 * length + 1, _MOST_SKIPPED)
         self._skips[key] = length, length
-        assert transfer.block is not None, f"{transfer!r} is held without memory"
-        taken = self._arena.watch(transfer.block.address)
-        del transfer
-        self._forget_returned()
-        if taken():  # a reader thread is filling it
-            self._leaving.append(taken)
+        self._leave(transfer.block)
         return key
+
+    def discard(self, key: str) -> bool:
+        """Drops the transfer of `key`, whose bytes may no longer be the weight's; False if none is held."""
+        transfer = self._held.pop(key, None)
+        if transfer is not None:
+            self._leave(transfer.block)
+        return transfer is not None
+
+    def _leave(self, block: Block | None) -> None:
+        assert block is not None, "a transfer is held without memory"
+        self.dropped += 1
+        self._forget_returned()
+        self._leaving.append(self._arena.watch(block.address))
 
     @property
     def leaving(self) -> bool:
-        """Whether the memory of dropped transfers was still being filled when that was last looked at."""
+        """Whether dropped transfers had not given their memory back when that was last looked at."""
         return bool(self._leaving)
 
     def settle(self, closed: Callable[[], bool]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import mmap
 import os
@@ -47,7 +48,7 @@ class EngineStats:
         peak_pool_bytes: greatest number of bytes that they did hold.
         touched_bytes: of memory that the pool keeps from the system now.
         ahead: of the transfers, those started at the end of a call for the next one.
-        dropped: of these, those that made room unread.
+        dropped: of these, those that were dropped unread.
     """
 
     transfers: int
@@ -104,6 +105,7 @@ class Engine:
         self._transfers = self._ahead = self._overruns = 0
         self._stalls: dict[str, float] = {}
         self._closed = False
+        self._compiled = True
         # An engine that is dropped without close still ends its threads; those hold the store, whose directory goes last.
         self._finalizer = weakref.finalize(self, Reader.stop, self._reader)
 
@@ -129,16 +131,25 @@ class Engine:
     def start_ahead(self, key: str) -> None:
         """Begin to read a weight that the next call will `start`, which then gets this transfer.
 
-        Does nothing without room in the pool, nor where the last such copies of the weight were made for nothing. What is held
-        for the next call makes room for this one's transfers.
+        Does nothing without room in the pool, nor where the last such copies of the weight were made for nothing, nor while
+        somebody holds a tensor that aliases the weight in the store, since a write to that is not seen. What is held for the next
+        call makes room for other transfers, and is dropped when such a tensor is given out.
 
         Raises:
             StoreError: the store has no such key, or the engine is closed.
         """
         self._reader.check_fork()
-        if self._reader.start_ahead(key):
-            self._transfers += 1
-            self._ahead += 1
+        given = self._mappings.given
+        if self._compiled and self._mappings.lives(key):
+            # What a compilation leaves behind holds tensors of weights in cycles, which may not be collected for long.
+            self._compiled = False
+            gc.collect()
+        if self._mappings.lives(key) or not self._reader.start_ahead(key):
+            return
+        self._transfers += 1
+        self._ahead += 1
+        if self._mappings.given != given:  # on another thread, before there was a copy to drop
+            self._reader.discard_ahead(key)
 
     def finish(self, transfer: Transfer) -> torch.Tensor:
         """Wait for a weight.
@@ -211,9 +222,9 @@ class Engine:
         Of copies ahead that are held when it begins, it also notes what came before, apart from reads that have ended.
         """
         before, recorder = self._reader.recorder, Recorder()
-        for key, transfer in self._reader.ahead.items():
-            recorder.note("issued", key, transfer.issued_s)
-            recorder.note("taken", key, transfer.issued_s)
+        for key, at_s in [(key, transfer.issued_s) for key, transfer in self._reader.ahead.items()]:
+            recorder.note("issued", key, at_s)
+            recorder.note("taken", key, at_s)
         self._reader.recorder = recorder
         try:
             yield recorder
@@ -243,7 +254,9 @@ class Engine:
         self._reader.check_fork()
         if self._closed:
             raise closed_error(key)
-        return self._mappings.tensor(self.store, key)
+        tensor = self._mappings.tensor(self.store, key)
+        self._reader.discard_ahead(key)  # whoever gets it may write to it, and a write must reach the very next call
+        return tensor
 
     def write(self, key: str, tensor: torch.Tensor) -> None:
         """Give a weight a new value, as `weight.copy_(tensor)` would: broadcast and converted.
@@ -267,6 +280,10 @@ class Engine:
                     ) from error
                 tensor = value
             self.store.write(key, tensor)
+
+    def note_compilation(self) -> None:
+        """A graph of these weights was compiled; see `start_ahead`."""
+        self._compiled = True
 
     def set_pool(self, nbytes: int) -> None:
         """Change the bytes that transfers may hold together."""

@@ -165,6 +165,11 @@ class Reader:
         self.ahead.put(transfer)
         return True
 
+    def discard_ahead(self, key: str) -> None:
+        """Drop the copy of `key` for the next call, if one is held: the weight may have been written since."""
+        if self.ahead.discard(key):
+            self._note_dropped(key)
+
     def take(self, nbytes: int) -> Block | None:
         """Memory for a transfer of this call; copies ahead of the next one make room for it, the last needed first."""
         while (block := self.arena.take(nbytes)) is None and self._drop_ahead():
@@ -250,10 +255,14 @@ class Reader:
 
     def _drop_ahead(self) -> bool:
         key = self.ahead.drop_last()
-        recorder = self.recorder
-        if key is not None and recorder is not None:
-            recorder.note("dropped", key)
+        if key is not None:
+            self._note_dropped(key)
         return key is not None
+
+    def _note_dropped(self, key: str) -> None:
+        recorder = self.recorder
+        if recorder is not None:
+            recorder.note("dropped", key)
 
     def _read_at_once(self, transfer: Transfer, block: Block) -> bool:
         """Read on the thread that starts the transfer, if that takes no disk."""
