@@ -22,13 +22,14 @@ from .config import OffloadConfig
 from .errors import SelectionError
 from .estimate import default_link
 from .gradients import differentiable_outputs, refuse_gradients
-from .inner import compile_alone, compile_inner
+from .inner import Kind, compile_alone, compile_inner
 from .mutations import mutated_placeholders
 from .passes.fetches import FetchSpec, fetch_nodes
 from .passes.pipeline import Limit, Pipeline, PoolTooSmall, lower, preview
 from .passes.place_fetches import place_fetches
 from .passes.realized import Realized
 from .passes.schedule import Schedule
+from .passes.steady_schedule import SteadySchedule
 from .replanning import Replanner
 from .runtime import registry
 from .runtime.parameter import OffloadedParameter
@@ -293,8 +294,10 @@ class _Compilation:
             session.captured.append(CapturedGraph(name, costs))
         return name
 
-    def _lower(self, module: GraphModule, realized: Realized, backward: bool) -> _Lowering:
-        return _Lowering(self, module, realized, self._name("backward" if backward else "forward"))
+    def _lower(self, module: GraphModule, realized: Realized, kind: Kind) -> _Lowering:
+        # A forward with a backward is followed by that, and what it fetched ahead would have to make room.
+        steady = kind == "inference" and self.config.objective == "steady"
+        return _Lowering(self, module, realized, self._name("backward" if kind == "backward" else "forward"), steady)
 
     def _check(self, module: GraphModule, realized: Realized) -> None:
         for uid in self.sessions:
@@ -319,28 +322,30 @@ class _Compilation:
 class _Lowering:
     """The lowering of one graph of a compilation; see `inner.Lowering`."""
 
-    def __init__(self, compilation: _Compilation, module: GraphModule, realized: Realized, name: str) -> None:
-        self.module, self.realized, self.name = module, realized, name
+    def __init__(
+        self, compilation: _Compilation, module: GraphModule, realized: Realized, name: str, steady: bool
+    ) -> None:
+        self.module, self.realized, self.name, self.steady = module, realized, name, steady
         self.sessions, self.limits, self.dump_dir = compilation.sessions, compilation._limits, compilation._dump_dir
-        self.schedules: Mapping[str, Schedule] = {}
+        self.schedules: Mapping[str, Schedule | SteadySchedule] = {}
         self.seconds = 0.0
 
     def preview(self) -> str:
         begin = time.perf_counter()
         copy, _ = _copy_graph(self.module.graph)
-        self.schedules = preview(copy, self.realized, self.limits)
+        self.schedules = preview(copy, self.realized, self.limits, steady=self.steady)
         self.seconds += time.perf_counter() - begin
-        return "\n".join(f"{uid} {limit}" for uid, limit in sorted(self.limits.items()))
+        return "\n".join([f"steady {self.steady}", *(f"{uid} {limit}" for uid, limit in sorted(self.limits.items()))])
 
     def run(self, module: GraphModule) -> None:
         if any(fetch_nodes(module.graph)):
             pipeline = Pipeline(module, self.name, self.dump_dir)
-            self.schedules = lower(pipeline, self.realized, self.limits)
+            self.schedules = lower(pipeline, self.realized, self.limits, steady=self.steady)
             self.seconds += pipeline.seconds
 
     def record(self) -> None:
         for uid, schedule in self.schedules.items():
-            self.sessions[uid].record(GraphRecord(self.name, schedule, self.seconds))
+            self.sessions[uid].record(GraphRecord.of(self.name, schedule, self.seconds))
 
 
 def _offloaded(weight: _Weight) -> bool:

@@ -59,6 +59,13 @@ class OffloadConfig:
     )
     """Weights of fewer bytes stay resident; None: chosen."""
 
+    objective: str = field(
+        default="single",
+        metadata=_checked(partial(_config_values.one_of, ("single", "steady")), shapes_graph=True),
+    )
+    """"single": a call starts with nothing prefetched. "steady": calls follow one another, and the end of one starts the first
+    copies of the next."""
+
     store_dir: str | os.PathLike[str] | None = field(
         default=None, metadata=_checked(_config_values.optional_path, shapes_graph=False)
     )
@@ -174,6 +181,7 @@ class OffloadConfig:
             "device",
             "lookahead",
             "min_stream_bytes",
+            "objective",
             "profile",
             "store_dir",
         ):

@@ -12,7 +12,7 @@ import hashlib
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch.fx import Graph, GraphModule
@@ -22,6 +22,9 @@ from .direct_calls import lower_to_direct_calls
 from .errors import ConfigError
 from .passes.realized import Realized, all_realized, aten_realized
 from .passes.tag_recompute import tag_recompute
+
+Kind = Literal["inference", "forward", "backward"]
+"""What a graph is: one by itself, the forward of one with a backward, or that backward."""
 
 
 class Lowering(Protocol):
@@ -40,8 +43,8 @@ class Lowering(Protocol):
         ...
 
 
-Lower = Callable[[GraphModule, Realized, bool], Lowering]
-"""Begins the lowering of a graph; the flag says that it is a backward graph."""
+Lower = Callable[[GraphModule, Realized, Kind], Lowering]
+"""Begins the lowering of a graph."""
 
 Check = Callable[[GraphModule, Realized], None]
 """Looks at a backward graph when it is made. It is lowered at its first call, which is too late to plan for a larger pool."""
@@ -69,7 +72,7 @@ def _eager(module: GraphModule, inputs: Sequence[Any], config: OffloadConfig, lo
     if torch.is_grad_enabled():
         # Autograd would save every fetched weight for the backward; only a joint graph can fetch it again instead.
         return _aot_eager(module, inputs, config, lower, check)
-    _lower_now(lower(module, all_realized, False), module)
+    _lower_now(lower(module, all_realized, "inference"), module)
     return module.forward
 
 
@@ -84,8 +87,8 @@ def _aot_eager(
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
 
-    def compiler(graph: GraphModule, _: Sequence[Any], *, backward: bool) -> Compiled:
-        _lower_now(lower(graph, all_realized, backward), graph)
+    def compiler(graph: GraphModule, _: Sequence[Any], *, kind: Kind) -> Compiled:
+        _lower_now(lower(graph, all_realized, kind), graph)
         return make_boxed_func(graph.forward)
 
     def partition(joint: GraphModule, joint_inputs: Sequence[Any], **options: Any) -> Any:
@@ -96,8 +99,9 @@ def _aot_eager(
 
     with _without_autograd_cache():
         return aot_autograd(
-            fw_compiler=functools.partial(compiler, backward=False),
-            bw_compiler=functools.partial(compiler, backward=True),
+            fw_compiler=functools.partial(compiler, kind="forward"),
+            bw_compiler=functools.partial(compiler, kind="backward"),
+            inference_compiler=functools.partial(compiler, kind="inference"),
             partition_fn=partition,
             keep_inference_input_mutations=True,
         )(module, inputs)
@@ -112,7 +116,8 @@ def _inductor(
     lower_to_direct_calls()
 
     def lower_then_compile(graph: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
-        lowering = lower(graph, aten_realized, bool(options.get("is_backward", False)))
+        kind = "backward" if options.get("is_backward") else "inference" if options.get("is_inference") else "forward"
+        lowering = lower(graph, aten_realized, kind)
         after_patterns = _lowering_pass(inductor_config.post_grad_custom_post_pass, lowering)
         patch = inductor_config.patch(
             post_grad_custom_post_pass=after_patterns,

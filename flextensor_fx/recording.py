@@ -98,12 +98,14 @@ def measured_timeline(
 ) -> Timeline:
     """The call whose engine noted `events`.
 
-    1. A copy is a read, from its begin to its end.
+    1. A copy is a read, from its begin to its end. It belongs to the call in which it ends: what lies before that is cut off,
+       and what a call only begins for the next one is left out.
     2. A wait is a stall if the weight had not arrived when compute came to it.
     3. All other time is compute, and counts for the unit waited for last, up to the next wait. What resident units compute
        in between is in it: they are never waited for.
-    4. Memory is taken when a transfer gets its block, and given back when the graph offloads the weight. Bytes of the weight
-       are counted; blocks are whole pages, so that weights that are no multiple of 4096 bytes take a little more.
+    4. Memory is taken when a transfer gets its block, which for a copy that the call before has begun is at the start, and given
+       back when the graph offloads the weight, or when a copy for the next call makes room. Bytes of the weight are counted;
+       blocks are whole pages, so that weights that are no multiple of 4096 bytes take a little more.
 
     Args:
         events: in order of time. Those of keys that are not in `weights` are left out.
@@ -120,7 +122,9 @@ def measured_timeline(
         weight = weights.get(event.key)
         if weight is None:
             continue
-        now = min(max((event.at_s - begin_s) * 1000, 0.0), total)
+        if event.at_s > end_s:
+            break
+        now = max((event.at_s - begin_s) * 1000, 0.0)
         of_key = stays.setdefault(event.key, deque())
         if event.kind == "issued":
             of_key.append(_Stay(weight))
@@ -138,7 +142,7 @@ def measured_timeline(
         elif event.kind == "waited" and (stay := _first(of_key, lambda s: s.waits is not None and s.waited is None)):
             stay.waited = now
             waits.append(stay)
-        elif event.kind == "offloaded" and (stay := _first(of_key, lambda s: s.waited is not None)):
+        elif event.kind in ("offloaded", "dropped") and (stay := _first(of_key, _ENDED_BY[event.kind])):
             if stay.taken:
                 changes.append((now, -weight.nbytes))
             of_key.remove(stay)
@@ -148,6 +152,12 @@ def measured_timeline(
         name, "measured", source, total, budget, resident_bytes,
         compute, tuple(transfers), stalls, levels(changes, resident_bytes),
     )  # fmt: skip
+
+
+_ENDED_BY: dict[str, Callable[[_Stay], bool]] = {
+    "offloaded": lambda stay: stay.waited is not None,
+    "dropped": lambda stay: stay.taken and stay.waits is None,
+}
 
 
 def _first(stays: Iterable[_Stay], wanted: Callable[[_Stay], bool]) -> _Stay | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from .errors import ReportError
 from .passes.schedule import Schedule, format_bytes, format_table, least_pool, schedule, windows_of
+from .passes.steady_schedule import steady_schedule
 from .planner import Plan
 from .recording import one_session
 from .runtime.engine import EngineStats
@@ -71,7 +72,7 @@ class Report:
         Before the first call it is what the schedules promise. Memory is taken in whole pages, so `held` may show a little
         more than the promise for weights that are no multiple of 4096 bytes.
         """
-        return self.resident_bytes + max((graph.schedule.peak_bytes for graph in self.graphs), default=self.plan.pool)
+        return self.resident_bytes + max((graph.peak_bytes for graph in self.graphs), default=self.plan.pool)
 
     def timeline(self, provenance: Provenance) -> Timeline | None:
         """The last one that was "predicted" or "measured"; None if there is none."""
@@ -164,7 +165,8 @@ class Report:
         for graph in self.graphs:
             lines.append(
                 f"  graph       {graph.name}: {len(graph.schedule.transfers)} transfers, "
-                f"peak {format_bytes(graph.schedule.peak_bytes)}, passes {graph.pass_seconds * 1e3:.0f} ms"
+                f"peak {format_bytes(graph.peak_bytes)}, passes {graph.pass_seconds * 1e3:.0f} ms"
+                + (f", {len(graph.steady.ahead)} begun in the call before" if graph.steady is not None else "")
             )
         if stats is not None:
             rate = f"{stats.bandwidth / 1e6:.2f} GB/s" if stats.bandwidth else "no reads yet"
@@ -172,6 +174,7 @@ class Report:
                 f"  seen        {stats.transfers} transfers, {format_bytes(stats.disk_bytes)} from disk, "
                 f"{format_bytes(stats.cached_bytes)} from page cache, {rate}; {stats.stall_ms:.1f} ms stalled, "
                 f"{stats.overruns} times beyond the pool"
+                + (f"; {stats.ahead} begun ahead of a call, {stats.dropped} of them in vain" if stats.ahead else "")
             )
         return "\n".join(lines)
 
@@ -251,7 +254,11 @@ def _predicted(session: Session) -> Timeline:
     streamed = session.streamed
     uses = [(name, nbytes, costs.steps_of[name]) for name, nbytes in session.nbytes.items() if name in streamed]
     windows = windows_of(uses)
-    moves = schedule(windows, max(made.pool, least_pool(windows)), made.lookahead)
+    pool = max(made.pool, least_pool(windows))
+    if made.steady is not None and windows:
+        moves = steady_schedule(windows, len(costs.step_ms), pool, made.lookahead)
+    else:
+        moves = schedule(windows, pool, made.lookahead)
     label_of: dict[int, str] = {}
     for name in session.nbytes:
         for step in costs.steps_of[name]:

@@ -193,7 +193,7 @@ def _graphs(report: Report) -> str:
             graph.name,
             f"{len(graph.schedule.transfers)}",
             format_bytes(sum(move.nbytes for move in graph.schedule.transfers)),
-            format_bytes(graph.schedule.peak_bytes),
+            format_bytes(graph.peak_bytes),
             f"{graph.pass_seconds * 1000:.0f}",
         )
         for graph in report.graphs

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import CodeType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch._dynamo
@@ -31,7 +31,8 @@ from .config import OffloadConfig
 from .errors import BudgetError, OffloadError
 from .estimate import default_link
 from .passes.schedule import Schedule, format_bytes
-from .planner import Plan, plan
+from .passes.steady_schedule import SteadySchedule
+from .planner import Objective, Plan, plan
 from .profile import Profile, ProfiledWeight
 from .runtime import op_implementations, registry
 from .runtime.engine import Engine
@@ -54,11 +55,31 @@ assert op_implementations  # importing it registers the ops
 
 @dataclass(frozen=True)
 class GraphRecord:
-    """What became of one compiled graph: its name, its schedule and the seconds that our passes took."""
+    """What became of one compiled graph.
+
+    Fields:
+        name: "forward 0", "backward 1".
+        schedule: of one call, which takes over at its start what the call before has fetched for it.
+        pass_seconds: that our passes took.
+        steady: the same among calls that follow one another; None where nothing is fetched ahead of a call.
+    """
 
     name: str
     schedule: Schedule
     pass_seconds: float
+    steady: SteadySchedule | None = None
+
+    @staticmethod
+    def of(name: str, schedule: Schedule | SteadySchedule, pass_seconds: float) -> GraphRecord:
+        """The record of a graph that `lower` gave this schedule."""
+        if isinstance(schedule, SteadySchedule):
+            return GraphRecord(name, schedule.in_call, pass_seconds, schedule)
+        return GraphRecord(name, schedule, pass_seconds)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes of weights held together, what is fetched for the next call included."""
+        return self.schedule.peak_bytes if self.steady is None else self.steady.peak_bytes
 
 
 class Watcher(Protocol):
@@ -300,9 +321,10 @@ class Session:
     def record(self, graph: GraphRecord) -> None:
         """Notes a compiled graph, and gives the engine memory for it, in whole pages."""
         self.graphs.append(graph)
-        self._page_pool = max(self._page_pool, self.pool, _paged_peak(graph.schedule))
+        self._page_pool = max(self._page_pool, self.pool, _paged_peak(graph))
         if self.engine is not None:
             self.engine.set_pool(self._page_pool)
+            self.engine.note_compilation()
 
     # --- moving ----------------------------------------------------------------------------------------------------
     def commit(self, in_place: bool = False) -> list[tuple[Tensor, OffloadedParameter]]:
@@ -483,6 +505,7 @@ def _plan(
             lookahead=config.lookahead,
             min_stream_bytes=config.min_stream_bytes,
             least_pool_bytes=pool_floor,
+            objective=cast("Objective", config.objective),  # as the option has been checked
         )
 
     try:
@@ -572,7 +595,8 @@ def _require_cpu(candidates: Sequence[Candidate]) -> None:
             )
 
 
-def _paged_peak(schedule: Schedule) -> int:
-    """The schedule's peak with every weight in whole pages, as the engine allots memory."""
-    rounded = (replace(t, nbytes=-(-t.nbytes // _PAGE) * _PAGE) for t in schedule.transfers)
-    return Schedule(tuple(rounded), schedule.pool, schedule.lookahead).peak_bytes
+def _paged_peak(graph: GraphRecord) -> int:
+    """The graph's peak with every weight in whole pages, as the engine allots memory."""
+    made = graph.schedule if graph.steady is None else graph.steady
+    rounded = tuple(replace(t, nbytes=-(-t.nbytes // _PAGE) * _PAGE) for t in made.transfers)
+    return replace(made, transfers=rounded).peak_bytes

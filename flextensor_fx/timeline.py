@@ -10,7 +10,9 @@ from itertools import accumulate
 from typing import Literal
 
 from .passes.schedule import Schedule, format_bytes, format_table
+from .passes.steady_schedule import SteadySchedule
 from .simulate import Link, simulate
+from .steady import simulate_steady
 
 Provenance = Literal["predicted", "measured"]
 
@@ -162,7 +164,7 @@ class Timeline:
 
 
 def predicted_timeline(
-    schedule: Schedule,
+    schedule: Schedule | SteadySchedule,
     step_ms: Sequence[float],
     link: Link,
     labels: Sequence[str],
@@ -173,10 +175,10 @@ def predicted_timeline(
     name: str = "plan",
     source: str = "estimated costs",
 ) -> Timeline:
-    """The call that `simulate` predicts.
+    """The call that `simulate` predicts, or `simulate_steady` for one among calls that follow one another.
 
     Args:
-        schedule: the transfers; their steps index `step_ms`.
+        schedule: the transfers; their steps index `step_ms`. A copy is shown in the call in which it ends, and from its start on.
         step_ms: milliseconds each step takes.
         link: what a copy costs.
         labels: by step, the unit it belongs to. Steps that follow each other without a stall, of one label, are one span.
@@ -190,14 +192,22 @@ def predicted_timeline(
     """
     if len(labels) != len(step_ms):
         raise ValueError(f"predicted_timeline: expected a label for each of {len(step_ms)} steps, found {len(labels)}")
-    run = simulate(schedule, step_ms, link)
+    if isinstance(schedule, SteadySchedule):
+        repeated = simulate_steady(schedule, step_ms, link)
+        total_ms, timings, calls = repeated.period_ms, repeated.transfers, (-1, 0, 1)
+    else:
+        run = simulate(schedule, step_ms, link)
+        total_ms, timings, calls = run.total_ms, run.transfers, (0,)
     clock = [0.0, *accumulate(step_ms)]
     stall_before = [0.0] * (len(step_ms) + 1)  # by step, what its own waits add
     transfers, stalls = [], []
     stalled = 0.0
-    for move, timing in zip(schedule.transfers, run.transfers, strict=True):
+    for move, timing in zip(schedule.transfers, timings, strict=True):
         unit = labels[move.first_use] if unit_of is None else unit_of[move.key]
-        transfers.append(TransferSpan(timing.start_ms, timing.end_ms, move.key, unit, move.nbytes))
+        later = total_ms if timing.end_ms <= 0 < -timing.start_ms else 0.0  # the same copy for the call after
+        transfers.append(
+            TransferSpan(max(timing.start_ms + later, 0.0), timing.end_ms + later, move.key, unit, move.nbytes)
+        )
         if timing.stall_ms > 0:
             begin = clock[move.first_use] + stalled
             stalls.append(Stall(begin, begin + timing.stall_ms, move.key))
@@ -210,10 +220,17 @@ def predicted_timeline(
         if step_ms[i] > 0
     ]
     ends = [0.0, *(clock[i + 1] + shift[i] for i in range(len(step_ms)))]  # ends[i]: step i - 1 has finished
-    changes = [(ends[t.issue_at], t.nbytes) for t in schedule.transfers]
-    changes += [(ends[t.last_use + 1], -t.nbytes) for t in schedule.transfers]
+    steps = len(step_ms)
+    changes: list[tuple[float, int]] = []
+    for t in schedule.transfers:
+        for call in calls:
+            begin, end = t.issue_at + call * steps, t.last_use + 1 + call * steps
+            if begin <= steps and end > 0:
+                changes.append((ends[max(begin, 0)], t.nbytes))
+                changes += [(ends[end], -t.nbytes)] if end <= steps else []
+    transfers.sort(key=lambda span: span.start_ms)
     return Timeline(
-        name, "predicted", source, run.total_ms, budget, resident_bytes,
+        name, "predicted", source, total_ms, budget, resident_bytes,
         joined(spans), tuple(transfers), tuple(stalls), levels(changes, resident_bytes),
     )  # fmt: skip
 

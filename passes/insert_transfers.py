@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 from . import ops
 from .collect_uses import FetchUse, Uses
 from .metadata import ValueMaker, inherit_place, is_tensor
-from .realized import Realized
+from .realized import Realized, last_realized_before
 from .schedule import Schedule, Transfer
 
 
@@ -44,7 +44,7 @@ class _Rewriter:
         self.graph = graph
         self.steps = uses.steps
         self.use_of = {use.spec.key: use for use in uses.fetches}
-        self.realized_before = _last_realized(graph, uses.steps, realized)
+        self.realized_before = last_realized_before(graph, uses.steps, realized)
         self.begin = next(node for node in graph.nodes if node.op != "placeholder")
         self.output = graph.output_node()
         self.values = ValueMaker(use.node for use in uses.fetches)
@@ -144,16 +144,3 @@ def _needed(consumers: Sequence[Node], work: set[Node]) -> set[Node]:
                 needed.add(node)
                 pending.append(node)
     return needed
-
-
-def _last_realized(graph: Graph, steps: Sequence[Node], realized: Realized) -> list[list[Node]]:
-    """For each step the last realized node before its consumer, as a list of one or none; transfers are none."""
-    index = {node: step for step, node in enumerate(steps)}
-    before: list[list[Node]] = [[]] * len(steps)
-    last: list[Node] = []
-    for node in graph.nodes:
-        if node in index:
-            before[index[node]] = last
-        if node.target not in ops.ALL_OPS and realized(node):
-            last = [node]
-    return before

@@ -4,6 +4,7 @@
     prefetch(key, device, after) -> token       starts the copy; the token is an empty tensor
     wait(token, key, spec, after) -> weight     the only way to a weight is through its wait
     offload(weight, key, after) -> token        the weight's last consumers are done: its memory is given up
+    prefetch_ahead(key, device, after) -> token   starts the copy that the next call's prefetch of this weight takes over
     rows(table, indices) -> (rows, places)      the rows that are looked up, and where each lookup finds its own among them
 
 where `spec` stands for `size, stride, dtype, device`. `after` lists tensors that must have been computed before; they are
@@ -31,16 +32,18 @@ _library.define(f"fetch(str key, {_SPEC}) -> Tensor", tags=_TAGS)
 _library.define("prefetch(str key, Device device, Tensor[] after) -> Tensor", tags=_TAGS)
 _library.define(f"wait(Tensor token, str key, {_SPEC}, Tensor[] after) -> Tensor", tags=_TAGS)
 _library.define("offload(Tensor weight, str key, Tensor[] after) -> Tensor", tags=_TAGS)
+_library.define("prefetch_ahead(str key, Device device, Tensor[] after) -> Tensor", tags=_TAGS)
 _library.define("rows(Tensor table, Tensor indices) -> (Tensor rows, Tensor places)", tags=_TAGS)
 
 fetch = torch.ops.flextensor_fx.fetch.default
 prefetch = torch.ops.flextensor_fx.prefetch.default
 wait = torch.ops.flextensor_fx.wait.default
 offload = torch.ops.flextensor_fx.offload.default
+prefetch_ahead = torch.ops.flextensor_fx.prefetch_ahead.default
 rows = torch.ops.flextensor_fx.rows.default
 
 TRANSFER_OPS = (prefetch, wait, offload)
-ALL_OPS = (fetch, *TRANSFER_OPS)
+ALL_OPS = (fetch, *TRANSFER_OPS, prefetch_ahead)
 
 
 def new_token(device: torch.device) -> Tensor:
@@ -78,6 +81,11 @@ def _offload_fake(weight: Tensor, key: str, after: Sequence[Tensor]) -> Tensor:
     return new_token(weight.device)
 
 
+@torch.library.register_fake("flextensor_fx::prefetch_ahead", lib=_library)
+def _prefetch_ahead_fake(key: str, device: torch.device, after: Sequence[Tensor]) -> Tensor:
+    return new_token(device)
+
+
 @torch.library.register_fake("flextensor_fx::rows", lib=_library)
 def _rows_fake(table: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     return table.new_empty((indices.numel(), *table.shape[1:])), indices.new_empty(indices.shape)
@@ -85,8 +93,10 @@ def _rows_fake(table: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
 
 # Without a fall-through, a graph that is interpreted under grad mode would hang a "not implemented" backward on every
 # `after` edge. None of the ops carries a gradient: streamed weights are frozen, tokens hold no values.
-for _name in ("fetch", "prefetch", "wait", "offload", "rows"):
+for _name in ("fetch", "prefetch", "wait", "offload", "prefetch_ahead", "rows"):
     _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 
 # The last offload of a call has no reader; dead-code elimination would drop it and its memory would look used for ever.
 has_side_effect(offload)
+# Its reader is in the next call.
+has_side_effect(prefetch_ahead)

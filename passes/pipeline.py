@@ -16,11 +16,14 @@ from .collect_uses import Uses, collect_uses
 from .drop_unread_fetches import drop_unread_fetches
 from .fetches import FetchSpec, fetch_nodes
 from .gather_rows import gather_rows
+from .insert_prefetches_ahead import insert_prefetches_ahead
 from .insert_transfers import insert_transfers
 from .realized import Realized, aten_realized
 from .schedule import PoolError, Schedule, schedule
+from .steady_schedule import SteadySchedule, steady_schedule
 from .verify_graph import verify_graph
 from .verify_schedule import verify_schedule
+from .verify_steady import verify_steady
 
 log = logging.getLogger("flextensor_fx.passes")
 
@@ -95,12 +98,16 @@ class Pipeline:
         file.write_text(self.module.print_readable(print_output=False))
 
 
-def lower(pipeline: Pipeline, realized: Realized, limits: Mapping[str, Limit]) -> dict[str, Schedule]:
+def lower(
+    pipeline: Pipeline, realized: Realized, limits: Mapping[str, Limit], *, steady: bool = False
+) -> dict[str, Schedule | SteadySchedule]:
     """Turns the fetches of the pipeline's graph into the transfers of a schedule per store.
 
     Args:
         realized: says which nodes get a buffer of their own.
         limits: by store, the part of a key before ":".
+        steady: calls of the graph follow one another, so that the end of each may start the first copies of the next. Not so
+            where a weight leaves the graph: only the caller knows when its memory is free.
 
     Returns:
         The schedules that were written into the graph, by store; of stores that the graph fetches from.
@@ -112,41 +119,59 @@ def lower(pipeline: Pipeline, realized: Realized, limits: Mapping[str, Limit]) -
     if realized is aten_realized:  # only this one is of a compiler that repeats lookups
         pipeline.apply(gather_rows)
     start = time.perf_counter()
-    uses, schedules = _schedules(pipeline.module.graph, realized, limits)
+    uses, schedules = _schedules(pipeline.module.graph, realized, limits, steady)
     pipeline.seconds += time.perf_counter() - start
     pools: dict[str, int] = {}
     for store, used in uses.items():
         pools[store] = limits[store].pool
-        pipeline.apply(partial(insert_transfers, uses=used, schedule=schedules[store], realized=realized), pools)
+        made = schedules[store]
+        in_call = made.in_call if isinstance(made, SteadySchedule) else made
+        pipeline.apply(partial(insert_transfers, uses=used, schedule=in_call, realized=realized), pools)
+        if isinstance(made, SteadySchedule) and made.ahead:
+            last = partial(insert_prefetches_ahead, store=store, steps=used.steps, schedule=made, realized=realized)
+            pipeline.apply(last, pools)
     return schedules
 
 
-def preview(graph: Graph, realized: Realized, limits: Mapping[str, Limit]) -> dict[str, Schedule]:
+def preview(
+    graph: Graph, realized: Realized, limits: Mapping[str, Limit], *, steady: bool = False
+) -> dict[str, Schedule | SteadySchedule]:
     """The schedules that `lower` would write into `graph`, which is changed nowhere: for a graph that is lowered later.
 
     Raises:
         PoolTooSmall: a store's pool cannot hold what must be live together.
     """
-    _, schedules = _schedules(graph, realized, limits)
+    _, schedules = _schedules(graph, realized, limits, steady)
     return schedules
 
 
 def _schedules(
-    graph: Graph, realized: Realized, limits: Mapping[str, Limit]
-) -> tuple[dict[str, Uses], dict[str, Schedule]]:
+    graph: Graph, realized: Realized, limits: Mapping[str, Limit], steady: bool
+) -> tuple[dict[str, Uses], dict[str, Schedule | SteadySchedule]]:
     fetches: dict[str, dict[Node, FetchSpec]] = {}
     for node in fetch_nodes(graph):
         spec = FetchSpec.of(node)
         fetches.setdefault(spec.key.partition(":")[0], {})[node] = spec
     uses = {store: collect_uses(graph, realized, weights) for store, weights in fetches.items()}
-    schedules: dict[str, Schedule] = {}
+    schedules: dict[str, Schedule | SteadySchedule] = {}
     for store, used in uses.items():
         try:
-            made = schedule(used.windows, limits[store].pool, limits[store].lookahead)
+            schedules[store] = _schedule(used, limits[store], steady and bool(used.windows) and not _leaves(used))
         except PoolError as error:
             raise PoolTooSmall(store, error.least) from error
-        schedules[store] = verify_schedule(made, used.windows)
     return uses, schedules
+
+
+def _schedule(uses: Uses, limit: Limit, steady: bool) -> Schedule | SteadySchedule:
+    if steady:
+        # Windows that end with the call: a compiler may reuse the memory of a weight that a graph has given up.
+        repeated = steady_schedule(uses.windows, len(uses.steps), limit.pool, limit.lookahead)
+        return verify_steady(repeated, uses.windows)
+    return verify_schedule(schedule(uses.windows, limit.pool, limit.lookahead), uses.windows)
+
+
+def _leaves(uses: Uses) -> bool:
+    return any(consumer.node.op == "output" for use in uses.fetches for consumer in use.consumers)
 
 
 def _op_counts(graph: Graph) -> Counter[str]:

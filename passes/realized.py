@@ -7,11 +7,11 @@ a value that it would have kept in a fused kernel's registers, and fusion would 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from . import ops
 from .aliasing import may_alias
@@ -86,6 +86,19 @@ def all_realized(node: Node) -> bool:
     view is still read, and more memory be held than the pool has.
     """
     return node.op in ("call_function", "call_method") and is_tensor(node) and not may_alias(node)
+
+
+def last_realized_before(graph: Graph, steps: Sequence[Node], realized: Realized) -> list[list[Node]]:
+    """For each step the last realized node before its consumer, as a list of one or none; transfers are none."""
+    index = {node: step for step, node in enumerate(steps)}
+    before: list[list[Node]] = [[]] * len(steps)
+    last: list[Node] = []
+    for node in graph.nodes:
+        if node in index:
+            before[index[node]] = last
+        if node.target not in ops.ALL_OPS and realized(node):
+            last = [node]
+    return before
 
 
 def _is_streamed(value: object) -> bool:

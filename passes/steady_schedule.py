@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from .schedule import PoolError, Transfer, Window, check_uses, format_bytes, format_table, windows_of
+from .schedule import PoolError, Schedule, Transfer, Window, check_uses, format_bytes, format_table, windows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,20 @@ class SteadySchedule:
     def wrapping(self) -> tuple[Transfer, ...]:
         """The transfers that are on the device, or on their way to it, while one call ends and the next begins."""
         return tuple(t for t in self.transfers if t.issue_at < 0 or t.last_use >= self.steps)
+
+    @property
+    def ahead(self) -> tuple[Transfer, ...]:
+        """The transfers that the call before issues, in order: those whose copies may start when it ends, or sooner.
+
+        A lookahead of 0 lets no copy start before the call that waits for it.
+        """
+        return tuple(t for t in self.transfers if t.issue_at < 0 or (t.issue_at == 0 and self.lookahead != 0))
+
+    @property
+    def in_call(self) -> Schedule:
+        """The transfers as one call has them, which takes over at its start what is `ahead`; for windows within a call."""
+        moves = tuple(replace(t, issue_at=max(t.issue_at, 0)) for t in self.transfers)
+        return Schedule(moves, self.pool, self.lookahead)
 
     @property
     def peak_bytes(self) -> int:

@@ -25,8 +25,11 @@ def verify_graph(graph: Graph, pools: Mapping[str, int] | None = None) -> None:
     3. Every weight is given up by one offload of its own key, or leaves the graph; nothing else is.
     4. Every path from a weight meets, before it ends, a tensor that the weight's offload comes after. Whatever is behind that
        tensor reads the tensor, not the weight.
-    5. Prefetches of one store form a chain: their order is fixed.
-    6. Whenever a prefetch may run, the weights of its store that are issued and not surely given up fit the store's pool.
+    5. Prefetches of one store form a chain, and those ahead go on with it: their order is fixed.
+    6. Whenever a prefetch, ahead or not, may run, the weights of its store that are issued and not surely given up fit the
+       store's pool. A call begins with all that the call before has issued ahead, each until its prefetch takes it over.
+    7. A prefetch ahead has, under its key, a prefetch that may run when the call begins. No two are of one key, and they come in
+       the order of those prefetches. A store with one lets no weight leave the graph: it would be held into the next call.
 
     Linear in nodes, apart from one bit per transfer and node.
 
@@ -40,7 +43,7 @@ def verify_graph(graph: Graph, pools: Mapping[str, int] | None = None) -> None:
     for node in graph.nodes:
         if node.op == "call_function" and node.target in found:
             found[node.target].append(node)
-    stores = {_store(node) for op in ops.TRANSFER_OPS for node in found[op]}
+    stores = {_store(node) for op in (*ops.TRANSFER_OPS, ops.prefetch_ahead) for node in found[op]}
     for fetch in found[ops.fetch]:
         if _store(fetch) in stores:
             _fail(fetch, "a fetch is left beside transfers")
@@ -52,9 +55,10 @@ def verify_graph(graph: Graph, pools: Mapping[str, int] | None = None) -> None:
     for offload in found[ops.offload]:
         if offload not in offloads.values():
             _fail(offload, "expected the weight of a wait")
-    _check_chains(found[ops.prefetch])
+    _check_chains([*found[ops.prefetch], *found[ops.prefetch_ahead]])
+    taken_over = _check_ahead(found[ops.prefetch_ahead], offloads)
     if pools is not None:
-        _check_memory(graph, waits, offloads, pools)
+        _check_memory(graph, waits, offloads, taken_over, pools)
 
 
 def _wait_of(prefetch: Node) -> Node:
@@ -112,27 +116,68 @@ def _check_chains(prefetches: Sequence[Node]) -> None:
                 _fail(later, f"expected it to come after {earlier}, the prefetch before it")
 
 
+def _check_ahead(ahead: Sequence[Node], offloads: Mapping[Node, Node | None]) -> dict[Node, Node]:
+    """For each prefetch that takes over a copy of the call before: the prefetch_ahead that starts that copy."""
+    at_begin: dict[Node, int] = {}  # the prefetches that nothing but such prefetches comes before, in order
+    first: dict[str, Node] = {}
+    for prefetch in offloads:
+        first.setdefault(_key(prefetch), prefetch)
+        if all(source in at_begin for source in prefetch.all_input_nodes):
+            at_begin[prefetch] = len(at_begin)
+    taken_over: dict[Node, Node] = {}
+    last: dict[str, int] = {}
+    for node in ahead:
+        prefetch = first.get(_key(node))
+        if prefetch is None or prefetch not in at_begin:
+            _fail(node, f"expected a prefetch of {_key(node)!r} that may run when a call begins")
+        if prefetch in taken_over:
+            _fail(node, f"{taken_over[prefetch]} is ahead for {_key(node)!r} already")
+        if at_begin[prefetch] < last.get(_store(node), 0):
+            _fail(
+                node,
+                f"it is ahead in another order than the prefetches: {prefetch} comes before the one of the node before",
+            )
+        taken_over[prefetch] = node
+        last[_store(node)] = at_begin[prefetch]
+    for prefetch, offload in offloads.items():
+        if offload is None and _store(prefetch) in last:
+            _fail(
+                prefetch,
+                f"{_key(prefetch)!r} leaves the graph, but the store has prefetches ahead, which need its memory",
+            )
+    return taken_over
+
+
 def _check_memory(
-    graph: Graph, waits: Mapping[Node, Node], offloads: Mapping[Node, Node | None], pools: Mapping[str, int]
+    graph: Graph,
+    waits: Mapping[Node, Node],
+    offloads: Mapping[Node, Node | None],
+    taken_over: Mapping[Node, Node],
+    pools: Mapping[str, int],
 ) -> None:
     """Replays the chains of prefetches; a weight is surely given up when its offload is an ancestor of the prefetch."""
+    nbytes = {prefetch: _nbytes(wait) for prefetch, wait in waits.items()}
+    nbytes |= {ahead: nbytes[prefetch] for prefetch, ahead in taken_over.items()}
     bit = {offload: 1 << place for place, offload in enumerate(o for o in offloads.values() if o is not None)}
     freed: dict[Node, int] = {}  # the offloads among a node's ancestors, as bits
     held: dict[str, dict[Node, int]] = {store: {} for store in pools}
+    for ahead in taken_over.values():
+        held[_store(ahead)][ahead] = nbytes[ahead]
     for node in graph.nodes:
         ancestors = 0
         for source in node.all_input_nodes:
             ancestors |= freed[source]
         freed[node] = ancestors | bit.get(node, 0)
-        if node not in waits:
+        if node not in nbytes:
             continue
         store = _store(node)
         alive = {
             prefetch: size
             for prefetch, size in held[store].items()
-            if (offload := offloads[prefetch]) is None or not ancestors & bit[offload]
+            if (offload := offloads.get(prefetch)) is None or not ancestors & bit[offload]
         }
-        alive[node] = _nbytes(waits[node])
+        alive.pop(taken_over.get(node, node), None)
+        alive[node] = nbytes[node]
         held[store] = alive
         together = sum(alive.values())
         if together > pools[store]:
@@ -142,7 +187,7 @@ def _check_memory(
 
 def _key(node: Node) -> str:
     """The key that a node of ours names."""
-    return str(node.args[0 if node.target in (ops.fetch, ops.prefetch) else 1])
+    return str(node.args[0 if node.target in (ops.fetch, ops.prefetch, ops.prefetch_ahead) else 1])
 
 
 def _store(node: Node) -> str:

@@ -15,6 +15,7 @@ from flextensor_fx.passes import ops
 from flextensor_fx.passes.pipeline import Limit, Pipeline, lower
 from flextensor_fx.passes.realized import Realized, aten_realized
 from flextensor_fx.passes.schedule import Schedule
+from flextensor_fx.passes.steady_schedule import SteadySchedule
 from flextensor_fx.runtime.layout import contiguous_stride
 
 CPU = torch.device("cpu")
@@ -42,11 +43,13 @@ def lowered(
     pool: int | Mapping[str, int] = 1 << 20,
     lookahead: int | None = None,
     realized: Realized = aten_realized,
-) -> tuple[GraphModule, dict[str, Schedule]]:
+    *,
+    steady: bool = False,
+) -> tuple[GraphModule, dict[str, Schedule | SteadySchedule]]:
     """`module` with its fetches lowered within `pool` bytes per store."""
     pools = pool if isinstance(pool, Mapping) else dict.fromkeys(("m", "n"), pool)
     limits = {store: Limit(nbytes, lookahead) for store, nbytes in pools.items()}
-    return module, lower(Pipeline(module, "test"), realized, limits)
+    return module, lower(Pipeline(module, "test"), realized, limits, steady=steady)
 
 
 def code(module: GraphModule) -> str:

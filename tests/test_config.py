@@ -25,6 +25,7 @@ FULL: dict[str, Any] = {
     "device": "cpu",
     "lookahead": 2,
     "min_stream_bytes": 0,
+    "objective": "steady",
     "profile": "llama.profile.json",
     "store_dir": "/data",
     "inner_backend": "aot_eager",
@@ -45,6 +46,7 @@ def test_defaults() -> None:
         "device": None,
         "lookahead": None,
         "min_stream_bytes": None,
+        "objective": "single",
         "profile": None,
         "store_dir": None,
         "inner_backend": "inductor",
@@ -153,6 +155,7 @@ def test_a_share_is_exact_and_never_above_all(share: float, selected: int) -> No
         ("lookahead", True, "found bool True"),
         ("lookahead", 1.0, "found float 1.0"),
         ("min_stream_bytes", "1MB", "found str '1MB'"),
+        ("objective", "fast", "one of 'single', 'steady'"),
         ("store_dir", 3, "None or a path"),
         ("store_dir", "", "None or a path"),
         ("inner_backend", "triton", "one of 'inductor', 'aot_eager', 'eager'"),
@@ -279,6 +282,7 @@ def test_a_missing_file_and_a_missing_parser_are_refused(tmp_path: Path, monkeyp
         ("budget", "none", None),
         ("lookahead", "3", 3),
         ("min_stream_bytes", "", None),
+        ("objective", "steady", "steady"),
         ("store_dir", "/data", "/data"),
         ("inner_backend", "eager", "eager"),
         ("inner_options", '{"max_autotune": true}', {"max_autotune": True}),
@@ -338,6 +342,7 @@ CHANGED: dict[str, Any] = {**FULL, "include_patterns": ["x"], "exclude_patterns"
 CHANGED |= {
     "lookahead": 3,
     "min_stream_bytes": 7,
+    "objective": "single",
     "profile": "auto",
     "store_dir": "/other",
     "inner_backend": "eager",
@@ -355,4 +360,4 @@ def test_the_digest_changes_with_what_shapes_the_graph_alone(field: str) -> None
 
 
 def test_the_digest_is_the_same_in_every_process() -> None:
-    assert OffloadConfig(include_patterns=["layers.*"], budget="2GiB").digest() == "7222a37b7a31cf4b"
+    assert OffloadConfig(include_patterns=["layers.*"], budget="2GiB").digest() == "fd72895beba2eaf8"

@@ -17,6 +17,7 @@ from torch._inductor.utils import run_and_get_code
 
 import flextensor_fx
 from compiling import assert_equal, fresh_compiler, stream
+from flextensor_fx.session import Session
 
 __all__ = ["fresh_compiler"]
 
@@ -101,6 +102,38 @@ def test_work_runs_between_prefetch_and_wait() -> None:
     for number in range(1, 5):
         between = calls[calls.index(f"prefetch layers.{number}.weight") : calls.index(f"wait layers.{number}.weight")]
         assert "fused" in between
+
+
+@pytest.mark.parametrize("reorder", [True, False])
+def test_copies_for_the_next_call_start_as_early_as_memory_allows(
+    reorder: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the kernels are those of the graph that fetches nothing ahead."""
+    size = 32 * 32 * 4
+    monkeypatch.setattr(Session, "pool", property(lambda session: 2 * size))
+    codes = {}
+    for objective in ("single", "steady"):
+        model, x = Blocks(norm=True).requires_grad_(False), torch.randn(4, 32)
+        torch._dynamo.reset()
+        compiled = stream(
+            model,
+            inner="inductor",
+            include=["layers.*"],
+            exclude_patterns=["layers.4"],
+            budget=size,
+            objective=objective,
+            inner_options={"reorder_for_peak_memory": reorder},
+        )
+        with torch.no_grad():
+            _, (codes[objective],) = run_and_get_code(compiled, x)
+        flextensor_fx.release(model)
+    calls = events(codes["steady"])
+    assert [call for call in calls if not call.startswith("prefetch_ahead")] == events(codes["single"])
+    first, second = (place for place, call in enumerate(calls) if call.startswith("prefetch_ahead"))
+    assert calls[first - 1 : first + 1] == ["offload layers.2.weight", "prefetch_ahead layers.0.weight"]
+    assert first < calls.index("wait layers.3.weight")
+    assert calls[second - 1 : second + 1] == ["offload layers.3.weight", "prefetch_ahead layers.1.weight"]
+    assert "product" in calls[second:]  # that of the resident layer, which the copy runs beside
 
 
 def test_a_weight_is_never_copied_and_dies_at_its_offload() -> None:

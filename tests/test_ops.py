@@ -54,7 +54,7 @@ def arguments(op: Any) -> tuple[Any, ...]:
     some = [torch.ones(3)]
     if op is ops.fetch:
         return KEY, *SPEC
-    if op is ops.prefetch:
+    if op in (ops.prefetch, ops.prefetch_ahead):
         return KEY, CPU, some
     if op is ops.wait:
         return ops.prefetch(KEY, CPU, []), KEY, *SPEC, some

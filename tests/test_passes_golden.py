@@ -109,6 +109,32 @@ def test_lower_two_stores(golden: Golden) -> None:
     golden(f"{schedules['m']}\n\n{schedules['n']}\n{code(module)}")
 
 
+def trailing_work(x: Tensor) -> Tensor:
+    return torch.relu(chain_of_layers(x) @ x) @ x
+
+
+@pytest.mark.parametrize(
+    ("function", "pool", "lookahead"),
+    [
+        (chain_of_layers, 64, None),
+        (chain_of_layers, 128, None),
+        (chain_of_layers, 192, 1),
+        (two_windows, 160, None),
+        (pointwise_consumer, 160, None),
+        (trailing_work, 128, None),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_lower_steady(function: Callable[[Tensor], Tensor], pool: int, lookahead: int | None, golden: Golden) -> None:
+    module, schedules = lowered(trace(function), pool, lookahead, steady=True)
+    golden(f"{schedules['m']}\n{code(module)}")
+
+
+def test_lower_steady_two_stores(golden: Golden) -> None:
+    module, schedules = lowered(trace(two_stores), pool={"m": 64, "n": 128}, steady=True)
+    golden(f"{schedules['m']}\n\n{schedules['n']}\n{code(module)}")
+
+
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_lower_lookahead(lookahead: int, golden: Golden) -> None:
     module, schedules = lowered(trace(chain_of_layers), lookahead=lookahead)
@@ -261,6 +287,16 @@ def test_an_in_place_method_without_readers_stays() -> None:
     graph.output((y,))
     module, _ = lowered(GraphModule({}, graph), realized=all_realized)
     assert "x.add_(1)" in module.code
+
+
+def test_nothing_is_fetched_ahead_where_that_cannot_be() -> None:
+    """With a lookahead of 0, or where a weight leaves the graph, a steady graph is the single one."""
+    for function, lookahead in ((chain_of_layers, 0), (weight_returned, None)):
+        single, _ = lowered(trace(function), 160, lookahead)
+        steady, _ = lowered(trace(function), 160, lookahead, steady=True)
+        assert code(steady) == code(single)
+    no_weights = trace(lambda x: x.relu() @ x)
+    assert untouched(no_weights.graph, lambda: lowered(no_weights, steady=True))
 
 
 def test_a_pool_that_is_too_small_is_named_before_anything_is_rewritten() -> None:

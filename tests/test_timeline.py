@@ -118,12 +118,35 @@ class TestMeasured:
         assert rounded(found.transfers) == [(0, 1, "a", "A", 200), (2, 4, "a", "A", 200)]
         assert rounded(found.stalls) == [(2, 4, "a")]
 
+    def test_a_copy_that_the_call_before_began_and_one_for_the_call_after(self):
+        found = measure(
+            (-5, "issued", "s:a"), (-5, "taken", "s:a"), (-4, "read", "s:a"), (-3, "issued", "s:b"), (-3, "taken", "s:b"),
+            (1, "arrived", "s:a"), (2, "waits", "s:a"), (2, "waited", "s:a"), (3, "waits", "s:b"), (3, "waited", "s:b"),
+            (5, "offloaded", "s:a"), (6, "issued", "s:a"), (6, "taken", "s:a"), (7, "offloaded", "s:b"),
+            (8, "read", "s:a"), (11, "arrived", "s:a"),
+        )  # fmt: skip
+        assert rounded(found.transfers) == [
+            (0, 1, "a", "A", 200)
+        ]  # b had arrived before, the second a does so afterwards
+        assert found.stalls == ()
+        assert rounded(found.memory) == [(0, 650), (5, 450), (6, 650), (7, 250)]
+
+    def test_a_copy_for_the_call_after_that_makes_room(self):
+        found = measure(
+            (-5, "issued", "s:a"), (-5, "taken", "s:a"), (1, "issued", "s:b"), (1, "dropped", "s:a"), (1, "taken", "s:b"),
+            (1, "read", "s:b"), (2, "issued", "s:a"), (2, "waits", "s:b"), (3, "arrived", "s:b"), (3, "waited", "s:b"),
+            (4, "offloaded", "s:b"), (4, "taken", "s:a"), (4, "read", "s:a"), (5, "arrived", "s:a"), (5, "waits", "s:a"),
+            (5, "waited", "s:a"), (6, "offloaded", "s:a"),
+        )  # fmt: skip
+        assert rounded(found.memory) == [(0, 250), (1, 450), (4, 250), (6, 50)]
+        assert [span.key for span in found.transfers] == ["b", "a"]
+
     def test_a_call_without_transfers_is_all_compute(self):
         found = measure()
         assert rounded(found.compute) == [(0, 10, "(start)")] and found.memory == (Level(0.0, 50),)
 
     @settings(max_examples=100, deadline=None)
-    @given(st.lists(st.tuples(st.sampled_from(["issued", "taken", "read", "arrived", "waits", "waited", "offloaded"]),
+    @given(st.lists(st.tuples(st.sampled_from(["issued", "taken", "read", "arrived", "waits", "waited", "offloaded", "dropped"]),
                               st.sampled_from(["s:a", "s:b", "t:x"]))))  # fmt: skip
     def test_events_of_a_call_that_failed_make_a_timeline_too(self, rows: list[tuple[str, str]]):
         measure(*((float(n), kind, key) for n, (kind, key) in enumerate(rows)), total=100.0)

@@ -136,6 +136,18 @@ class Arena:
             self._given_up += ref.size
             return True
 
+    def watch(self, address: int) -> Callable[[], bool]:
+        """What tells whether the block at `address`, taken now, still counts, even if nothing refers to it any more."""
+        with self._lock:
+            watched = self._blocks[address]
+
+        def taken() -> bool:
+            with self._lock:
+                self._drain()
+                return self._blocks.get(address) is watched and not watched.given_up
+
+        return taken
+
     def set_limit(self, limit: int) -> None:
         """Change the limit; free pages beyond it go back to the system at once, taken blocks when they return."""
         with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import mmap
 import os
@@ -46,6 +47,8 @@ class EngineStats:
         pool_bytes: bytes that transfers may hold together.
         peak_pool_bytes: greatest number of bytes that they did hold.
         touched_bytes: of memory that the pool keeps from the system now.
+        ahead: of the transfers, those started at the end of a call for the next one.
+        dropped: of these, those that were dropped unread.
     """
 
     transfers: int
@@ -59,6 +62,8 @@ class EngineStats:
     pool_bytes: int
     peak_pool_bytes: int
     touched_bytes: int
+    ahead: int = 0
+    dropped: int = 0
 
     @property
     def bandwidth(self) -> float:
@@ -97,24 +102,54 @@ class Engine:
         self._pool_bytes = pool_bytes
         self._mappings = Mappings()
         self._reader = Reader(store, pool_bytes, read_threads, delay_ms)
-        self._transfers = self._overruns = 0
+        self._transfers = self._ahead = self._overruns = 0
         self._stalls: dict[str, float] = {}
         self._closed = False
+        self._compiled = True
         # An engine that is dropped without close still ends its threads; those hold the store, whose directory goes last.
         self._finalizer = weakref.finalize(self, Reader.stop, self._reader)
 
     def start(self, key: str) -> Transfer:
         """Begin to read a weight. Never waits: without room in the pool the read begins when a block comes back.
 
+        Returns:
+            The transfer; one that `start_ahead` began, if there is one of this key.
+
         Raises:
             StoreError: the store has no such key, or the engine is closed.
         """
         self._reader.check_fork()
+        started = self._reader.ahead.take(key)
+        if started is not None:
+            return started
         self._transfers += 1
         recorder = self._reader.recorder  # read once: a trace may end on another thread at any moment
         if recorder is not None:
             recorder.note("issued", key)
         return self._reader.start(key)
+
+    def start_ahead(self, key: str) -> None:
+        """Begin to read a weight that the next call will `start`, which then gets this transfer.
+
+        Does nothing without room in the pool, nor where the last such copies of the weight were made for nothing, nor while
+        somebody holds a tensor that aliases the weight in the store, since a write to that is not seen. What is held for the next
+        call makes room for other transfers, and is dropped when such a tensor is given out.
+
+        Raises:
+            StoreError: the store has no such key, or the engine is closed.
+        """
+        self._reader.check_fork()
+        given = self._mappings.given
+        if self._compiled and self._mappings.lives(key):
+            # What a compilation leaves behind holds tensors of weights in cycles, which may not be collected for long.
+            self._compiled = False
+            gc.collect()
+        if self._mappings.lives(key) or not self._reader.start_ahead(key):
+            return
+        self._transfers += 1
+        self._ahead += 1
+        if self._mappings.given != given:  # on another thread, before there was a copy to drop
+            self._reader.discard_ahead(key)
 
     def finish(self, transfer: Transfer) -> torch.Tensor:
         """Wait for a weight.
@@ -137,15 +172,15 @@ class Engine:
         if recorder is not None:
             recorder.note("waits", transfer.key)
         error = None
+        begin = time.perf_counter()
         # Before a fork the read went to a thread of the parent; a claimed one found no room so far.
         if transfer.epoch is not reader.epoch or (not transfer.arrived and reader.claim(transfer)):
             block = self._take(transfer.nbytes)
             if recorder is not None:
                 recorder.note("taken", transfer.key)
-            error = self._fill(transfer, block)
+            error = self._fill(transfer, block, begin)
         else:
             if not transfer.arrived and transfer.done is not None:
-                begin = time.perf_counter()
                 # The timeout is for a close on another thread, after which nobody may be left to serve the queue.
                 while not transfer.done.acquire(timeout=1):
                     if self._closed:
@@ -156,7 +191,7 @@ class Engine:
             if block is None:
                 raise AssertionError(f"{transfer!r} was finished before; start another one")
             if transfer.version != self.store.version(transfer.key):
-                error = self._fill(transfer, block)
+                error = self._fill(transfer, block, time.perf_counter())
         if error is not None:
             del block  # Else the frames of the exception would hold it for as long as the user holds the exception.
             raise error
@@ -182,8 +217,14 @@ class Engine:
 
     @contextmanager
     def trace(self) -> Iterator[Recorder]:
-        """Notes every event of transfers until the block ends; at most one block at a time notes."""
+        """Notes every event of transfers until the block ends; at most one block at a time notes.
+
+        Of copies ahead that are held when it begins, it also notes what came before, apart from reads that have ended.
+        """
         before, recorder = self._reader.recorder, Recorder()
+        for key, at_s in [(key, transfer.issued_s) for key, transfer in self._reader.ahead.items()]:
+            recorder.note("issued", key, at_s)
+            recorder.note("taken", key, at_s)
         self._reader.recorder = recorder
         try:
             yield recorder
@@ -213,7 +254,9 @@ class Engine:
         self._reader.check_fork()
         if self._closed:
             raise closed_error(key)
-        return self._mappings.tensor(self.store, key)
+        tensor = self._mappings.tensor(self.store, key)
+        self._reader.discard_ahead(key)  # whoever gets it may write to it, and a write must reach the very next call
+        return tensor
 
     def write(self, key: str, tensor: torch.Tensor) -> None:
         """Give a weight a new value, as `weight.copy_(tensor)` would: broadcast and converted.
@@ -238,6 +281,10 @@ class Engine:
                 tensor = value
             self.store.write(key, tensor)
 
+    def note_compilation(self) -> None:
+        """A graph of these weights was compiled; see `start_ahead`."""
+        self._compiled = True
+
     def set_pool(self, nbytes: int) -> None:
         """Change the bytes that transfers may hold together."""
         self._reader.check_fork()
@@ -260,6 +307,8 @@ class Engine:
             pool_bytes=self._pool_bytes,
             peak_pool_bytes=arena.peak_live,
             touched_bytes=arena.touched_bytes,
+            ahead=self._ahead,
+            dropped=self._reader.ahead.dropped,
         )
 
     def measure_link(self) -> tuple[float, float]:
@@ -305,16 +354,14 @@ class Engine:
         self.store.close()
 
     def _take(self, nbytes: int) -> Block:
-        arena = self._reader.arena
-        block = arena.take(nbytes)
+        block = self._reader.take(nbytes)
         if block is None:
             self._overruns += 1
-            block = arena.take(nbytes, force=True)
+            block = self._reader.arena.take(nbytes, force=True)
             assert block is not None, f"a forced block of {nbytes} bytes was refused"
         return block
 
-    def _fill(self, transfer: Transfer, block: Block) -> StoreError | None:
-        begin = time.perf_counter()
+    def _fill(self, transfer: Transfer, block: Block, begin: float) -> StoreError | None:
         error = self._reader.fill(transfer, block)
         self._stalled(transfer.key, begin)
         return error

@@ -20,7 +20,13 @@ class Mappings:
     """
 
     def __init__(self) -> None:
+        self.given = 0  # tensors so far
         self._storages: dict[str, tuple[tuple[int, int], StorageWeakRef]] = {}
+
+    def lives(self, key: str) -> bool:
+        """Whether anybody holds a tensor of `key`, and may write to it at any time."""
+        known = self._storages.get(key)
+        return known is not None and not known[1].expired()
 
     def tensor(self, store: Store, key: str) -> torch.Tensor:
         """A tensor of the weight's shape, stride and dtype that aliases its bytes in the file.
@@ -34,6 +40,7 @@ class Mappings:
         Raises:
             StoreError: the weight cannot be read.
         """
+        self.given += 1
         place = store.writable_place(key)
         spec = store.spec(key)
         storage = None

@@ -56,6 +56,11 @@ def offload(weight: Tensor, key: str, after: Sequence[Tensor]) -> Tensor:
     return _token(weight.device)
 
 
+def prefetch_ahead(key: str, device: torch.device, after: Sequence[Tensor]) -> Tensor:
+    registry.engine_of(key).start_ahead(key)
+    return _token(device)
+
+
 def rows(table: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     places = torch.arange(indices.numel(), dtype=indices.dtype, device=indices.device).view(indices.shape)
     return table.index_select(0, indices.flatten()), places
@@ -72,5 +77,5 @@ with torch.inference_mode(False):
 
 # CompositeExplicitAutograd also serves calls without a tensor argument, such as the first prefetch of a graph.
 _library = torch.library.Library(ops.NAMESPACE, "IMPL")
-for _implementation in (fetch, prefetch, wait, offload, rows):
+for _implementation in (fetch, prefetch, wait, offload, prefetch_ahead, rows):
     _library.impl(_implementation.__name__, _implementation, "CompositeExplicitAutograd")

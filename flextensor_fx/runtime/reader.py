@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from flextensor_fx.errors import StoreError
+from flextensor_fx.runtime.ahead import Ahead
 from flextensor_fx.runtime.arena import Arena, Block
 from flextensor_fx.runtime.store import Store
 from flextensor_fx.runtime.trace import Recorder
@@ -36,6 +37,7 @@ class Transfer:
         "due",
         "epoch",
         "error",
+        "issued_s",
         "key",
         "nbytes",
         "shift",
@@ -51,6 +53,7 @@ class Transfer:
         self.due = 0.0
         self.epoch = epoch
         self.error: StoreError | None = None
+        self.issued_s = 0.0
         self.nbytes = nbytes
         self.shift = 0
         self.state = _DEFERRED
@@ -112,6 +115,7 @@ class Reader:
 
         self._on_dropped = on_dropped
         self.arena = Arena(self._pool_bytes, on_room)
+        self.ahead = Ahead(self.arena)
         self.epoch = queue
 
     def check_fork(self) -> None:
@@ -124,26 +128,53 @@ class Reader:
         """Change the bytes that transfers may hold together."""
         self._pool_bytes = nbytes
         self.arena.set_limit(nbytes)
+        while self.arena.stats().live_bytes > nbytes and self._drop_ahead():
+            pass
         self.start_deferred()
 
     def start(self, key: str) -> Transfer:
-        """Queue the read of a weight, or note it down until there is room. Never waits."""
-        if self._closed:
-            raise closed_error(key)
-        transfer = Transfer(key, self.store.slab_bytes(key), self.store.version(key), self.epoch)
-        if self._delay_s:
-            transfer.due = time.monotonic() + self._delay_s
+        """Queue the read of a weight, or note it down until there is room. Never waits.
+
+        Copies ahead of the next call are dropped where they take the room.
+        """
+        transfer = self._transfer(key)
         # Behind deferred ones it has to wait even if it fits: those are needed earlier.
         if not self._deferred:
-            block = self.arena.take(transfer.nbytes)
+            block = self.take(transfer.nbytes)
             if block is not None:
-                if transfer.nbytes > _READ_AT_ONCE or not self._read_at_once(transfer, block):
-                    self._enqueue(transfer, block)
+                self._begin_read(transfer, block)
                 return transfer
         self._deferred.append(weakref.ref(transfer, self._on_dropped))
         # A block that came back between the refusal and the append has woken nobody.
         self.start_deferred()
         return transfer
+
+    def start_ahead(self, key: str) -> bool:
+        """Queue the read of a weight for the next call and hold it in `ahead`; False where it is not wanted, or has no room."""
+        transfer = self._transfer(key)
+        if self.ahead.renew(key) or self._deferred or self.ahead.skip(key):
+            return False
+        block = self.arena.take(transfer.nbytes)
+        if block is None:
+            return False
+        transfer.issued_s = time.perf_counter()
+        recorder = self.recorder
+        if recorder is not None:
+            recorder.note("issued", key, transfer.issued_s)
+        self._begin_read(transfer, block)
+        self.ahead.put(transfer)
+        return True
+
+    def discard_ahead(self, key: str) -> None:
+        """Drop the copy of `key` for the next call, if one is held: the weight may have been written since."""
+        if self.ahead.discard(key):
+            self._note_dropped(key)
+
+    def take(self, nbytes: int) -> Block | None:
+        """Memory for a transfer of this call; copies ahead of the next one make room for it, the last needed first."""
+        while (block := self.arena.take(nbytes)) is None and self._drop_ahead():
+            pass
+        return block
 
     def start_deferred(self) -> None:
         """Start deferred transfers, first come first served, as far as there is room."""
@@ -161,6 +192,10 @@ class Reader:
 
     def claim(self, transfer: Transfer) -> bool:
         """Take a transfer out of the deferred ones; False if its read has been queued."""
+        if self.ahead.leaving and transfer.state == _DEFERRED:
+            # Memory beyond the pool would be taken although room is about to come back.
+            self.ahead.settle(lambda: self._closed)
+            self.start_deferred()
         with self._lock:
             if transfer.state != _DEFERRED:
                 return False
@@ -170,9 +205,9 @@ class Reader:
     def fill(self, transfer: Transfer, block: Block) -> StoreError | None:
         """Read on the calling thread; what went wrong is returned, without frames that would keep the block referenced."""
         begin = time.perf_counter()
-        recorder = self.recorder  # read once: a trace may end on another thread at any moment
-        if recorder is not None:
-            recorder.note("read", transfer.key, begin)
+        noted = self.recorder  # read once: a trace may end on another thread at any moment
+        if noted is not None:
+            noted.note("read", transfer.key, begin)
         transfer.version = self.store.version(transfer.key)
         try:
             transfer.shift, count = self.store.read_slab(transfer.key, block.array)
@@ -187,13 +222,17 @@ class Reader:
             self.totals.cached_bytes += count.cached
             self.totals.disk_bytes += count.disk
             self.totals.seconds += seconds
+        recorder = self.recorder
         if recorder is not None:
+            if recorder is not noted:  # a trace that began during the read
+                recorder.note("read", transfer.key, begin)
             recorder.note("arrived", transfer.key)
         return None
 
     def stop(self) -> list[threading.Thread]:
         """Ask the threads to end; what is still queued arrives with an error. Calling it again does nothing."""
         self._closed = True
+        self.ahead.clear()
         if self._pid != os.getpid():
             return []
         threads, self._threads = self._threads, []
@@ -201,6 +240,29 @@ class Reader:
             self._queue.put(None)
         self.arena.set_limit(0)  # Free pages go back now, and not when the last reference to this object does.
         return threads
+
+    def _transfer(self, key: str) -> Transfer:
+        if self._closed:
+            raise closed_error(key)
+        transfer = Transfer(key, self.store.slab_bytes(key), self.store.version(key), self.epoch)
+        if self._delay_s:
+            transfer.due = time.monotonic() + self._delay_s
+        return transfer
+
+    def _begin_read(self, transfer: Transfer, block: Block) -> None:
+        if transfer.nbytes > _READ_AT_ONCE or not self._read_at_once(transfer, block):
+            self._enqueue(transfer, block)
+
+    def _drop_ahead(self) -> bool:
+        key = self.ahead.drop_last()
+        if key is not None:
+            self._note_dropped(key)
+        return key is not None
+
+    def _note_dropped(self, key: str) -> None:
+        recorder = self.recorder
+        if recorder is not None:
+            recorder.note("dropped", key)
 
     def _read_at_once(self, transfer: Transfer, block: Block) -> bool:
         """Read on the thread that starts the transfer, if that takes no disk."""

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Literal
 
-Kind = Literal["issued", "taken", "read", "arrived", "waits", "waited", "offloaded", "enters", "leaves"]
+Kind = Literal[
+    "issued", "taken", "read", "arrived", "waits", "waited", "offloaded", "dropped", "enters", "leaves"
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +18,8 @@ class Event:
     Fields:
         at_s: seconds on the clock of `time.perf_counter`.
         kind: "issued", its prefetch ran; "taken", it got its memory; "read" and "arrived", its read began and ended; "waits"
-            and "waited", compute came to its wait and went on; "offloaded", its last consumer had run; "enters" and "leaves", a
-            compiled graph began and ended.
+            and "waited", compute came to its wait and went on; "offloaded", its last consumer had run; "dropped", a copy
+            ahead of the next call gave up its memory unread; "enters" and "leaves", a compiled graph began and ended.
         key: of the weight; of a graph its name, ": " and the class of its input shapes.
     """
 
