@@ -21,6 +21,7 @@ ATTRIBUTE = "direct"
 
 _IMPLEMENTATIONS: dict[OpOverload, Callable[..., Any]] = {
     ops.prefetch: op_implementations.prefetch,
+    ops.prefetch_ahead: op_implementations.prefetch_ahead,
     ops.wait: op_implementations.wait,
     ops.offload: op_implementations.offload,
 }
