@@ -89,7 +89,10 @@ def _run(graph: str, signature: str, events: Sequence[Event], names: Mapping[str
 def profile_graphs(
     runs: Iterable[GraphRun], costs: Mapping[str, Costs], unit_of: Mapping[str, str]
 ) -> tuple[GraphProfile, ...]:
-    """One profile per graph and class of input shapes, from medians over its runs; what took part in no run is estimated.
+    """One profile per graph and class of input shapes, from medians over its runs.
+
+    A graph that took part in no run is estimated if it uses a weight that no graph which ran does. Others are left out: as a rule
+    they were compiled for one shape, before one that serves all shapes took their place.
 
     A stretch between two waits may hold several steps, such as those of weights that stay resident. Its time is measured; it is
     shared out among them as the estimates say.
@@ -102,7 +105,8 @@ def profile_graphs(
     for run in runs:
         by_class[run.graph, run.signature].append(run)
     found = [_profile(graph, signed, runs, costs[graph], unit_of) for (graph, signed), runs in by_class.items()]
-    never = [name for name in costs if name not in {graph for graph, _ in by_class}]
+    used = {name for graph, _ in by_class for name in costs[graph].steps_of}
+    never = [name for name in costs if costs[name].steps_of.keys() - used]
     found += [_profile(name, "", [], costs[name], unit_of) for name in never]
     return tuple(found)
 

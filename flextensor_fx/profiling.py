@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 
 from . import _frames
 from .backend import flextensor, stream_all
 from .config import OffloadConfig
-from .errors import ProfileError
+from .errors import OffloadError, ProfileError, StoreError
 from .offloading import find_sessions, release
 from .profile import Profile
 from .recording import one_session
@@ -38,6 +39,7 @@ def profile(
     config: OffloadConfig | Mapping[str, Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     *,
+    before_each: Callable[[], object] | None = None,
     progress: bool = True,
 ) -> Profile:
     """Measures what the steps of `model` cost, and its link, for `options={"profile": ...}` and for planning.
@@ -53,17 +55,24 @@ def profile(
         args: positional arguments of a call; a list of such tuples measures several calls, such as prefill and decode.
         config: what `torch.compile` would get as options. Not for a model that is offloaded already.
         kwargs: keyword arguments of each call.
+        before_each: called before each measured call, such as one that drops pages, to measure the disk and not the page cache.
         progress: show a progress bar where stderr is a terminal.
 
     Raises:
         ProfileError: nothing is streamed, or `config` is missing.
         OffloadError: (one of its kinds) the configuration, the patterns or the budget cannot work.
+        StoreError: the store cannot be written.
         Exception: whatever the model raises.
     """
-    calls = [(tuple(one), dict(kwargs or {})) for one in (args if isinstance(args, list) else [args])]
+    given = args if isinstance(args, list) else [args]
+    if wrong := [type(one).__name__ for one in given if not isinstance(one, tuple)]:
+        raise ProfileError(
+            f"profile: expected args to be a tuple, or a list of tuples, found {wrong[0]}; write (x,) for a single argument"
+        )
+    calls = [(one, dict(kwargs or {})) for one in given]
     if not calls:
         raise ProfileError("profile: expected arguments of at least one call, found an empty list")
-    with torch.no_grad(), _compiled(model, config) as call:
+    with torch.no_grad(), _plain_errors(), _compiled(model, config) as call:
         for one, named in calls:
             for _ in range(_WARM_UP):
                 call(*one, **named)
@@ -76,8 +85,19 @@ def profile(
         events: list[Event] = []
         with _progress(len(calls), progress) as step:
             for one, named in calls:
-                events += _measure(session, partial(call, *one, **named), step)
+                events += _measure(session, partial(call, *one, **named), before_each or (lambda: None), step)
         return profile_of(session, events)
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Raises our own errors as they are: the caller compiles nothing, and need not know that Dynamo wraps them."""
+    try:
+        yield
+    except BackendCompilerFailed as error:
+        if isinstance(error.inner_exception, OffloadError | StoreError):
+            raise error.inner_exception from None
+        raise
 
 
 @contextmanager
@@ -105,7 +125,9 @@ def _compiled(model: Any, config: OffloadConfig | Mapping[str, Any] | None) -> I
         release(model)
 
 
-def _measure(session: Session, call: Callable[[], Any], step: Callable[[], object]) -> list[Event]:
+def _measure(
+    session: Session, call: Callable[[], Any], before_each: Callable[[], object], step: Callable[[], object]
+) -> list[Event]:
     """The events of calls, as many as it takes to know their times."""
     engine = session.engine
     assert engine is not None
@@ -113,6 +135,7 @@ def _measure(session: Session, call: Callable[[], Any], step: Callable[[], objec
     totals: defaultdict[str, list[float]] = defaultdict(list)
     begin = time.perf_counter()
     for number in range(1, _MOST_CALLS + 1):
+        before_each()
         with session.lock, engine.trace() as recorder:
             call()
         events = recorder.events()
