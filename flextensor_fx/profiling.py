@@ -39,6 +39,7 @@ def profile(
     config: OffloadConfig | Mapping[str, Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     *,
+    calls: int | None = None,
     before_each: Callable[[], object] | None = None,
     progress: bool = True,
 ) -> Profile:
@@ -46,7 +47,7 @@ def profile(
 
     1. The model is compiled to stream every selected weight that can be streamed, as far as the budget of `config` allows.
     2. Each call is run three times to warm up, then seven times, and on until the median of its time is known to 1%, at most
-       30 times or a minute.
+       30 times or a minute; or as often as `calls` says.
     3. Medians are kept, by graph and class of input shapes; the curve of the link is that of the very reads that ran beside
        compute. Where they cannot tell a latency, it is taken from the machine's own curve.
 
@@ -55,11 +56,12 @@ def profile(
         args: positional arguments of a call; a list of such tuples measures several calls, such as prefill and decode.
         config: what `torch.compile` would get as options. Not for a model that is offloaded already.
         kwargs: keyword arguments of each call.
+        calls: how often each call is measured; None: as often as it takes.
         before_each: called before each measured call, such as one that drops pages, to measure the disk and not the page cache.
         progress: show a progress bar where stderr is a terminal.
 
     Raises:
-        ProfileError: nothing is streamed, or `config` is missing.
+        ProfileError: nothing is streamed, `config` is missing, or `calls` is below 1.
         OffloadError: (one of its kinds) the configuration, the patterns or the budget cannot work.
         StoreError: the store cannot be written.
         Exception: whatever the model raises.
@@ -69,11 +71,13 @@ def profile(
         raise ProfileError(
             f"profile: expected args to be a tuple, or a list of tuples, found {wrong[0]}; write (x,) for a single argument"
         )
-    calls = [(one, dict(kwargs or {})) for one in given]
-    if not calls:
+    if calls is not None and calls < 1:
+        raise ProfileError(f"profile: expected calls of at least 1, found {calls}; None measures as often as it takes")
+    runs = [(one, dict(kwargs or {})) for one in given]
+    if not runs:
         raise ProfileError("profile: expected arguments of at least one call, found an empty list")
     with torch.no_grad(), _plain_errors(), _compiled(model, config) as call:
-        for one, named in calls:
+        for one, named in runs:
             for _ in range(_WARM_UP):
                 call(*one, **named)
         session = one_session(call, "profile")
@@ -83,9 +87,9 @@ def profile(
                 "more in include_patterns"
             )
         events: list[Event] = []
-        with _progress(len(calls), progress) as step:
-            for one, named in calls:
-                events += _measure(session, partial(call, *one, **named), before_each or (lambda: None), step)
+        with _progress(len(runs) * (calls or _MOST_CALLS), progress) as step:
+            for one, named in runs:
+                events += _measure(session, partial(call, *one, **named), calls, before_each, step)
         return profile_of(session, events)
 
 
@@ -126,24 +130,29 @@ def _compiled(model: Any, config: OffloadConfig | Mapping[str, Any] | None) -> I
 
 
 def _measure(
-    session: Session, call: Callable[[], Any], before_each: Callable[[], object], step: Callable[[], object]
+    session: Session,
+    call: Callable[[], Any],
+    calls: int | None,
+    before_each: Callable[[], object] | None,
+    step: Callable[[], object],
 ) -> list[Event]:
-    """The events of calls, as many as it takes to know their times."""
+    """The events of calls, as many as are wanted or as it takes to know their times."""
     engine = session.engine
     assert engine is not None
     found: list[Event] = []
     totals: defaultdict[str, list[float]] = defaultdict(list)
     begin = time.perf_counter()
-    for number in range(1, _MOST_CALLS + 1):
-        before_each()
+    for number in range(1, (calls or _MOST_CALLS) + 1):
+        if before_each is not None:
+            before_each()
         with session.lock, engine.trace() as recorder:
             call()
         events = recorder.events()
         found += events
         step()
         _note_totals(events, totals)
-        known = number >= _LEAST_CALLS and all(_error(times) <= _ENOUGH for times in totals.values())
-        if known or time.perf_counter() - begin > _MOST_SECONDS:
+        known = calls is None and number >= _LEAST_CALLS and all(_error(times) <= _ENOUGH for times in totals.values())
+        if known or (calls is None and time.perf_counter() - begin > _MOST_SECONDS):
             break
     return found
 
@@ -165,10 +174,10 @@ def _error(times: Sequence[float]) -> float:
 
 
 @contextmanager
-def _progress(calls: int, wanted: bool) -> Iterator[Callable[[], object]]:
+def _progress(total: int, wanted: bool) -> Iterator[Callable[[], object]]:
     from torch.hub import tqdm  # that of the package of this name, where it is installed
 
-    with tqdm(total=calls * _MOST_CALLS, desc="profile", disable=not (wanted and sys.stderr.isatty())) as bar:
+    with tqdm(total=total, desc="profile", disable=not (wanted and sys.stderr.isatty())) as bar:
         yield lambda: bar.update(1)
 
 

@@ -111,6 +111,11 @@ class TestMeasuring:
         found = flextensor_fx.profile(mlp(), (torch.randn(2, 16),), OPTIONS)
         assert found.graphs[0].samples == 30
 
+    def test_calls_may_be_counted(self):
+        assert flextensor_fx.profile(mlp(), (torch.randn(2, 16),), OPTIONS, calls=1).graphs[0].samples == 1
+        with pytest.raises(ProfileError, match="expected calls of at least 1, found 0"):
+            flextensor_fx.profile(mlp(), (torch.randn(2, 16),), OPTIONS, calls=0)
+
     def test_the_budget_holds_while_measuring(self, monkeypatch: pytest.MonkeyPatch, quick: None):
         kept: list[Any] = []
         monkeypatch.setattr(profiling, "profile_of", lambda s, e: kept.append((s.engine.stats(), s.plan)) or s)
