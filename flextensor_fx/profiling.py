@@ -87,10 +87,11 @@ def profile(
                 "more in include_patterns"
             )
         events: list[Event] = []
+        before = session.engine.stats()
         with _progress(len(runs) * (calls or _MOST_CALLS), progress) as step:
             for one, named in runs:
                 events += _measure(session, partial(call, *one, **named), calls, before_each, step)
-        return profile_of(session, events)
+        return profile_of(session, events, before)
 
 
 @contextmanager

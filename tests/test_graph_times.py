@@ -120,6 +120,17 @@ class TestProfiles:
         assert {step.provenance for step in found.steps} == {"measured"}
         assert found.uses == COSTS["g"].steps_of
 
+    def test_steps_add_up_to_the_median_run(self):
+        runs = [
+            run_of(*waited(4, "s:a"), *waited(8 + a, "s:b"), *waited(12 + a + b, "s:c"), total=20 + a + b + c)
+            for a, b, c in ((4, 0, 0), (0, 4, 0), (0, 0, 4))
+        ]
+        (found,) = profile_graphs(runs, COSTS, UNITS)
+        assert found.compute_ms == pytest.approx(24)
+        assert [step.ms for step in found.steps] == pytest.approx(
+            [24 / 20 * ms for ms in (8.25, 4 * 2 / 8, 4 * 6 / 8, 7.75)]
+        )
+
     def test_a_stretch_is_shared_out_as_the_estimates_say(self):
         (found,) = profile_graphs([run_of(*waited(5, "s:b"))], COSTS, UNITS)
         assert [step.ms for step in found.steps] == pytest.approx([5.25, *(14.75 * part / 9 for part in (2, 6, 1))])
@@ -166,13 +177,26 @@ SIZES = {"s:a": 100, "s:b": 100, "s:c": 300}
 
 
 class TestReads:
-    def test_medians_by_size(self):
-        rows = [(0, "read", "s:a"), (2, "arrived", "s:a"), (2, "read", "s:b"), (3, "read", "s:c"), (5, "arrived", "s:b"),
+    def test_means_of_rounds_by_size(self):
+        rows = [(0, "read", "s:a"), (2, "arrived", "s:a"), (2, "read", "s:b"), (3, "read", "s:c"), (6, "arrived", "s:b"),
                 (9, "arrived", "s:c"), (10, "read", "s:a"), (14, "arrived", "s:a")]  # fmt: skip
         small, large = read_points(events(*rows), SIZES)
         assert (small.nbytes, large.nbytes) == (100, 300)
-        assert (small.ms, large.ms) == (pytest.approx(3), pytest.approx(6))
-        assert small.spread == pytest.approx(1 / 3) and large.spread == 0
+        assert (small.ms, large.ms) == (pytest.approx(3.5), pytest.approx(6))  # rounds of (2 + 4) / 2 and of 4
+        assert small.spread == pytest.approx(0.5 / 3.5) and large.spread == 0
+
+    def test_one_weight_that_is_always_slow_counts_and_one_slow_round_does_not(self):
+        rows, at = [], 0.0
+        for a, b in ((1, 4), (1, 4), (90, 4)):
+            rows += [
+                (at, "read", "s:a"),
+                (at + a, "arrived", "s:a"),
+                (at + a, "read", "s:b"),
+                (at + a + b, "arrived", "s:b"),
+            ]
+            at += a + b
+        (point,) = read_points(events(*rows), SIZES)
+        assert point.ms == pytest.approx(2.5)
 
     def test_reads_cut_off_and_unknown_keys_are_left_out(self):
         rows = [(0, "arrived", "s:a"), (1, "read", "s:b"), (2, "read", "x"), (3, "arrived", "x")]

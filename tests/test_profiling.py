@@ -118,7 +118,7 @@ class TestMeasuring:
 
     def test_the_budget_holds_while_measuring(self, monkeypatch: pytest.MonkeyPatch, quick: None):
         kept: list[Any] = []
-        monkeypatch.setattr(profiling, "profile_of", lambda s, e: kept.append((s.engine.stats(), s.plan)) or s)
+        monkeypatch.setattr(profiling, "profile_of", lambda s, *_: kept.append((s.engine.stats(), s.plan)) or s)
         model = mlp(6, 64, bias=False)
         nbytes = 64 * 64 * 4
         flextensor_fx.profile(model, (torch.randn(2, 64),), OPTIONS | {"budget": 2 * nbytes})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -43,8 +43,8 @@ def shifted(monkeypatch: pytest.MonkeyPatch) -> None:
         found = captured_costs(*arguments)
         return replace(found, step_ms=[100.0, *(0.01 for _ in found.step_ms[1:])], link=SLOW)
 
-    def measured(session: Session, events: Sequence[Any]) -> Profile:
-        found = profile_of(session, events)
+    def measured(session: Session, *given: Any) -> Profile:
+        found = profile_of(session, *given)
         graphs = tuple(replace(graph, steps=tuple(map(_long, graph.steps, range(99)))) for graph in found.graphs)
         return replace(found, graphs=graphs, link=LinkProfile.of(SLOW))
 
