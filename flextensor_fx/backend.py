@@ -403,7 +403,8 @@ def _runner(
                 if session is None or (session.recorder is None and session.watcher is None):
                     return inner(*arguments)
                 graph = f"{name}: {signature(arguments, inputs)}"
-                if session.watcher is not None:
+                # A call that somebody records is theirs: a watcher's trace inside of it would take its events.
+                if session.watcher is not None and session.recorder is None:
                     return session.watcher.watch(session, graph, inner, arguments)
                 with session.recording(graph):
                     return inner(*arguments)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ._load_model import load_model
 from .cli_plan import add_plan
+from .cli_profile import add_profile
 from .errors import OffloadError, StoreError
 from .passes.schedule import format_bytes
 from .report import Report
@@ -114,4 +115,4 @@ def _report(arguments: argparse.Namespace) -> None:
         print(f"wrote {file}")
 
 
-COMMANDS: tuple[Callable[[Subparsers], None], ...] = (add_inspect, add_plan, add_report)
+COMMANDS: tuple[Callable[[Subparsers], None], ...] = (add_inspect, add_profile, add_plan, add_report)

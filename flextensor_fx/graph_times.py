@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median
 
 from .captured import Costs
 from .graph_profile import GraphProfile, StepProfile
@@ -89,10 +89,14 @@ def _run(graph: str, signature: str, events: Sequence[Event], names: Mapping[str
 def profile_graphs(
     runs: Iterable[GraphRun], costs: Mapping[str, Costs], unit_of: Mapping[str, str]
 ) -> tuple[GraphProfile, ...]:
-    """One profile per graph and class of input shapes, from medians over its runs; what took part in no run is estimated.
+    """One profile per graph and class of input shapes, from medians over its runs.
+
+    A graph that took part in no run is estimated if it uses a weight that no graph which ran does. Others are left out: as a rule
+    they were compiled for one shape, before one that serves all shapes took their place.
 
     A stretch between two waits may hold several steps, such as those of weights that stay resident. Its time is measured; it is
-    shared out among them as the estimates say.
+    shared out among them as the estimates say. Disturbances lengthen one stretch or another in every run, so that medians of
+    stretches add up to less than the median run; all are scaled to add up to it.
 
     Args:
         costs: by name of each captured graph.
@@ -102,7 +106,8 @@ def profile_graphs(
     for run in runs:
         by_class[run.graph, run.signature].append(run)
     found = [_profile(graph, signed, runs, costs[graph], unit_of) for (graph, signed), runs in by_class.items()]
-    never = [name for name in costs if name not in {graph for graph, _ in by_class}]
+    used = {name for graph, _ in by_class for name in costs[graph].steps_of}
+    never = [name for name in costs if costs[name].steps_of.keys() - used]
     found += [_profile(name, "", [], costs[name], unit_of) for name in never]
     return tuple(found)
 
@@ -117,14 +122,17 @@ def _profile(
         # The same stretches in every run, but for one that a write or a fork disturbed.
         common, _ = Counter(tuple(first for first, _ in run.stretches) for run in runs).most_common(1)[0]
         runs = [run for run in runs if tuple(first for first, _ in run.stretches) == common]
+        computed = [[ms for _, ms in run.stretches] for run in runs]
+        whole = sum(median(times) for times in zip(*computed, strict=True))
+        scale = median(sum(times) for times in computed) / max(whole, _LEAST_MS)
         for place, (begin, end) in enumerate(pairwise((*common, len(steps)))):
-            times = [run.stretches[place][1] for run in runs]
+            times = [run[place] for run in computed]
             middle = median(times)
             spread = median(abs(ms - middle) for ms in times) / max(middle, _LEAST_MS)
             estimated = sum(costs.step_ms[begin:end])
             for step in range(begin, end):
                 share = costs.step_ms[step] / estimated if estimated else 1 / (end - begin)
-                steps[step] = StepProfile(steps[step].unit, middle * share, spread, "measured")
+                steps[step] = StepProfile(steps[step].unit, middle * share * scale, spread, "measured")
     return GraphProfile(
         graph,
         signature,
@@ -150,20 +158,26 @@ def _units(costs: Costs, unit_of: Mapping[str, str]) -> list[str]:
 
 
 def read_points(events: Iterable[Event], nbytes: Mapping[str, int]) -> list[LinkPoint]:
-    """How long reads took, while compute ran beside them: medians by size.
+    """How long reads took, while compute ran beside them, by size: the mean in a round of calls, and of these the median.
+
+    The mean, since a call waits for the sum of its reads: some are always slowed by what is computed beside them. The n-th reads
+    of all weights are one round.
 
     Args:
         nbytes: by key.
     """
     begun: dict[str, float] = {}
-    times: defaultdict[int, list[float]] = defaultdict(list)
+    rounds: Counter[str] = Counter()
+    times: defaultdict[int, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for event in events:
         if event.kind == "read":
             begun[event.key] = event.at_s
         elif event.kind == "arrived" and event.key in begun and nbytes.get(event.key):
-            times[nbytes[event.key]].append((event.at_s - begun.pop(event.key)) * 1000)
+            times[nbytes[event.key]][rounds[event.key]].append((event.at_s - begun.pop(event.key)) * 1000)
+            rounds[event.key] += 1
     points = []
-    for size, taken in sorted(times.items()):
-        middle = max(median(taken), _LEAST_MS)
-        points.append(LinkPoint(size, middle, median(abs(ms - middle) for ms in taken) / middle))
+    for size, by_round in sorted(times.items()):
+        means = [fmean(taken) for taken in by_round.values()]
+        middle = max(median(means), _LEAST_MS)
+        points.append(LinkPoint(size, middle, median(abs(ms - middle) for ms in means) / middle))
     return points

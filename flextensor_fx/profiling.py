@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 
 from . import _frames
 from .backend import flextensor, stream_all
 from .config import OffloadConfig
-from .errors import ProfileError
+from .errors import OffloadError, ProfileError, StoreError
 from .offloading import find_sessions, release
 from .profile import Profile
 from .recording import one_session
@@ -38,13 +39,15 @@ def profile(
     config: OffloadConfig | Mapping[str, Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     *,
+    calls: int | None = None,
+    before_each: Callable[[], object] | None = None,
     progress: bool = True,
 ) -> Profile:
     """Measures what the steps of `model` cost, and its link, for `options={"profile": ...}` and for planning.
 
     1. The model is compiled to stream every selected weight that can be streamed, as far as the budget of `config` allows.
     2. Each call is run three times to warm up, then seven times, and on until the median of its time is known to 1%, at most
-       30 times or a minute.
+       30 times or a minute; or as often as `calls` says.
     3. Medians are kept, by graph and class of input shapes; the curve of the link is that of the very reads that ran beside
        compute. Where they cannot tell a latency, it is taken from the machine's own curve.
 
@@ -53,18 +56,28 @@ def profile(
         args: positional arguments of a call; a list of such tuples measures several calls, such as prefill and decode.
         config: what `torch.compile` would get as options. Not for a model that is offloaded already.
         kwargs: keyword arguments of each call.
+        calls: how often each call is measured; None: as often as it takes.
+        before_each: called before each measured call, such as one that drops pages, to measure the disk and not the page cache.
         progress: show a progress bar where stderr is a terminal.
 
     Raises:
-        ProfileError: nothing is streamed, or `config` is missing.
+        ProfileError: nothing is streamed, `config` is missing, or `calls` is below 1.
         OffloadError: (one of its kinds) the configuration, the patterns or the budget cannot work.
+        StoreError: the store cannot be written.
         Exception: whatever the model raises.
     """
-    calls = [(tuple(one), dict(kwargs or {})) for one in (args if isinstance(args, list) else [args])]
-    if not calls:
+    given = args if isinstance(args, list) else [args]
+    if wrong := [type(one).__name__ for one in given if not isinstance(one, tuple)]:
+        raise ProfileError(
+            f"profile: expected args to be a tuple, or a list of tuples, found {wrong[0]}; write (x,) for a single argument"
+        )
+    if calls is not None and calls < 1:
+        raise ProfileError(f"profile: expected calls of at least 1, found {calls}; None measures as often as it takes")
+    runs = [(one, dict(kwargs or {})) for one in given]
+    if not runs:
         raise ProfileError("profile: expected arguments of at least one call, found an empty list")
-    with torch.no_grad(), _compiled(model, config) as call:
-        for one, named in calls:
+    with torch.no_grad(), _plain_errors(), _compiled(model, config) as call:
+        for one, named in runs:
             for _ in range(_WARM_UP):
                 call(*one, **named)
         session = one_session(call, "profile")
@@ -74,10 +87,22 @@ def profile(
                 "more in include_patterns"
             )
         events: list[Event] = []
-        with _progress(len(calls), progress) as step:
-            for one, named in calls:
-                events += _measure(session, partial(call, *one, **named), step)
-        return profile_of(session, events)
+        before = session.engine.stats()
+        with _progress(len(runs) * (calls or _MOST_CALLS), progress) as step:
+            for one, named in runs:
+                events += _measure(session, partial(call, *one, **named), calls, before_each, step)
+        return profile_of(session, events, before)
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Raises our own errors as they are: the caller compiles nothing, and need not know that Dynamo wraps them."""
+    try:
+        yield
+    except BackendCompilerFailed as error:
+        if isinstance(error.inner_exception, OffloadError | StoreError):
+            raise error.inner_exception from None
+        raise
 
 
 @contextmanager
@@ -105,22 +130,30 @@ def _compiled(model: Any, config: OffloadConfig | Mapping[str, Any] | None) -> I
         release(model)
 
 
-def _measure(session: Session, call: Callable[[], Any], step: Callable[[], object]) -> list[Event]:
-    """The events of calls, as many as it takes to know their times."""
+def _measure(
+    session: Session,
+    call: Callable[[], Any],
+    calls: int | None,
+    before_each: Callable[[], object] | None,
+    step: Callable[[], object],
+) -> list[Event]:
+    """The events of calls, as many as are wanted or as it takes to know their times."""
     engine = session.engine
     assert engine is not None
     found: list[Event] = []
     totals: defaultdict[str, list[float]] = defaultdict(list)
     begin = time.perf_counter()
-    for number in range(1, _MOST_CALLS + 1):
+    for number in range(1, (calls or _MOST_CALLS) + 1):
+        if before_each is not None:
+            before_each()
         with session.lock, engine.trace() as recorder:
             call()
         events = recorder.events()
         found += events
         step()
         _note_totals(events, totals)
-        known = number >= _LEAST_CALLS and all(_error(times) <= _ENOUGH for times in totals.values())
-        if known or time.perf_counter() - begin > _MOST_SECONDS:
+        known = calls is None and number >= _LEAST_CALLS and all(_error(times) <= _ENOUGH for times in totals.values())
+        if known or (calls is None and time.perf_counter() - begin > _MOST_SECONDS):
             break
     return found
 
@@ -142,10 +175,10 @@ def _error(times: Sequence[float]) -> float:
 
 
 @contextmanager
-def _progress(calls: int, wanted: bool) -> Iterator[Callable[[], object]]:
+def _progress(total: int, wanted: bool) -> Iterator[Callable[[], object]]:
     from torch.hub import tqdm  # that of the package of this name, where it is installed
 
-    with tqdm(total=calls * _MOST_CALLS, desc="profile", disable=not (wanted and sys.stderr.isatty())) as bar:
+    with tqdm(total=total, desc="profile", disable=not (wanted and sys.stderr.isatty())) as bar:
         yield lambda: bar.update(1)
 
 

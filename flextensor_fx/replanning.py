@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from .captured import Costs
 from .passes.schedule import least_pool, schedule, windows_of
+from .runtime.engine import EngineStats
 from .runtime.trace import Event
 from .session import Session, costs_of
 from .session_profile import profile_of
@@ -17,47 +19,65 @@ log = logging.getLogger("flextensor_fx")
 
 _WARM_UP = 2
 _CALLS = 5
+_VARYING = 20
 _WORTH_IT = 0.03  # of the time that a call is predicted to take
 
 
 class Replanner:
     """Watches the calls of one session until it knows enough, then plans anew, at most once.
 
-    1. The first two calls of each graph warm up, and five more are measured.
+    1. The first two calls of each graph and class of input shapes warm up, and five more are measured. A graph whose shapes go on
+       changing, as with a cache that grows, is measured from its third call on, and after 20 is known by the medians over all.
     2. The plan made from what was measured is taken if it is predicted, from the same numbers, to be at least 3% faster than
        the one in force. The weights that change places are moved, and the next call compiles.
     """
 
     def __init__(self) -> None:
         self._calls: Counter[str] = Counter()
+        self._measured: Counter[str] = Counter()
         self._events: list[Event] = []
+        self._before: EngineStats | None = None
 
     def watch(self, session: Session, graph: str, inner: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         """Calls `inner(*arguments)`, a run of `graph`, which the session's lock protects."""
         engine = session.engine
-        self._calls[graph] += 1
-        if self._calls[graph] <= _WARM_UP or engine is None:
+        name = graph.partition(": ")[0]
+        new = not self._calls[graph]
+        self._calls.update((graph, name))
+        warm = self._calls[graph] > _WARM_UP or (new and self._calls[name] > _WARM_UP)
+        if engine is None or not warm:
             return inner(*arguments)
+        self._before = self._before or engine.stats()
         with engine.trace() as recorder, session.recording(graph):
             result = inner(*arguments)
         self._events += recorder.events()
-        if self._calls[graph] >= _WARM_UP + _CALLS:
+        self._measured.update((graph, name))
+        if self._measured[graph] >= _CALLS:
             session.watcher = None
-            replan(session, self._events)
+            replan(session, self._events, self._before)
+        elif self._measured[name] >= _VARYING:
+            session.watcher = None
+            replan(session, [_of_any_shape(event) for event in self._events], self._before)
         return result
 
 
-def replan(session: Session, events: Sequence[Event]) -> bool:
+def _of_any_shape(event: Event) -> Event:
+    if event.kind not in ("enters", "leaves"):
+        return event
+    return Event(event.at_s, event.kind, event.key.partition(": ")[0] + ": several shapes")
+
+
+def replan(session: Session, events: Sequence[Event], before: EngineStats | None = None) -> bool:
     """Plans from the events of some calls; whether the session has taken the new plan.
+
+    Args:
+        events, before: as in `profile_of`.
 
     Raises:
         StoreError: a weight could not be moved; those moved so far stay where they are, and all are right.
     """
-    costs = costs_of(profile_of(session, events))
-    planned = session.planned(costs)
-    windows = windows_of([(n, session.nbytes[n], costs.steps_of[n]) for n in session.nbytes if n in session.streamed])
-    inforce = schedule(windows, max(session.pool, least_pool(windows)), session.config.lookahead)
-    now_ms = simulate(inforce, costs.step_ms, costs.link).total_ms
+    costs = costs_of(profile_of(session, events, before))
+    planned, now_ms = session.planned(costs), time_in_force(session, costs)
     better = planned.predicted_ms < (1 - _WORTH_IT) * now_ms
     log.info(
         "%s: measured; the plan in force is predicted to take %.1f ms, a new one %.1f ms: %s",
@@ -66,3 +86,10 @@ def replan(session: Session, events: Sequence[Event]) -> bool:
     if better:
         session.adopt(costs, planned)
     return better
+
+
+def time_in_force(session: Session, costs: Costs) -> float:
+    """What a call is predicted to take under the plan in force, at other costs than it was made from; ms."""
+    windows = windows_of([(n, session.nbytes[n], costs.steps_of[n]) for n in session.nbytes if n in session.streamed])
+    inforce = schedule(windows, max(session.pool, least_pool(windows)), session.config.lookahead)
+    return simulate(inforce, costs.step_ms, costs.link).total_ms

@@ -9,14 +9,19 @@ from .link_curve import link_of
 from .link_profile import LinkPoint, LinkProfile, fit_link
 from .machine import Machine
 from .profile import Profile
+from .runtime.engine import EngineStats
 from .runtime.trace import Event
 from .session import Session, profiled_weights
 
 _LEAST_RATIO = 4  # of the largest size to the smallest: from sizes closer together no latency can be told
 
 
-def profile_of(session: Session, events: Sequence[Event]) -> Profile:
-    """The profile of a session, from the events of some of its calls, in order of time."""
+def profile_of(session: Session, events: Sequence[Event], before: EngineStats | None = None) -> Profile:
+    """The profile of a session, from the events of some of its calls, in order of time.
+
+    Args:
+        before: what the engine had done before these calls; None counts all that it has done.
+    """
     assert session.engine is not None
     costs = {graph.name: graph.costs for graph in session.captured}
     runs = graph_runs(events, _names(session), costs)
@@ -25,7 +30,7 @@ def profile_of(session: Session, events: Sequence[Event]) -> Profile:
         Machine.here(),
         profiled_weights(session),
         profile_graphs(runs, costs, session.unit_of),
-        _link(session, events),
+        _link(session, events, before),
     )
 
 
@@ -33,14 +38,17 @@ def _names(session: Session) -> dict[str, str]:
     return {parameter.key: name for name, parameter in session.moved.items()}
 
 
-def _link(session: Session, events: Sequence[Event]) -> LinkProfile:
+def _link(session: Session, events: Sequence[Event], before: EngineStats | None) -> LinkProfile:
     engine = session.engine
     assert engine is not None
     points: Sequence[LinkPoint] = read_points(
         events, {key: session.nbytes[name] for key, name in _names(session).items()}
     )
-    stats = engine.stats()
-    cached = stats.cached_bytes / max(1, stats.cached_bytes + stats.disk_bytes)
+    after = engine.stats()
+    from_cache, from_disk = after.cached_bytes, after.disk_bytes
+    if before is not None:
+        from_cache, from_disk = from_cache - before.cached_bytes, from_disk - before.disk_bytes
+    cached = from_cache / max(1, from_cache + from_disk)
     where = "" if cached < 0.01 else f", {cached:.0%} of the bytes from the page cache"
     provenance = f"measured while computing{where}"
     if points and points[-1].nbytes >= _LEAST_RATIO * points[0].nbytes:
