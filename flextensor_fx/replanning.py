@@ -9,11 +9,13 @@ from typing import Any
 
 from .captured import Costs
 from .passes.schedule import least_pool, schedule, windows_of
+from .passes.steady_schedule import circular_windows, least_steady_pool, steady_schedule
 from .runtime.engine import EngineStats
 from .runtime.trace import Event
 from .session import Session, costs_of
 from .session_profile import profile_of
 from .simulate import simulate
+from .steady import simulate_steady
 
 log = logging.getLogger("flextensor_fx")
 
@@ -90,6 +92,13 @@ def replan(session: Session, events: Sequence[Event], before: EngineStats | None
 
 def time_in_force(session: Session, costs: Costs) -> float:
     """What a call is predicted to take under the plan in force, at other costs than it was made from; ms."""
-    windows = windows_of([(n, session.nbytes[n], costs.steps_of[n]) for n in session.nbytes if n in session.streamed])
-    inforce = schedule(windows, max(session.pool, least_pool(windows)), session.config.lookahead)
-    return simulate(inforce, costs.step_ms, costs.link).total_ms
+    uses = [(n, session.nbytes[n], costs.steps_of[n]) for n in session.nbytes if n in session.streamed]
+    lookahead = session.config.lookahead
+    if session.config.objective == "steady":
+        steps = len(costs.step_ms)
+        repeated = circular_windows(uses, steps)
+        pool = max(session.pool, least_steady_pool(repeated, steps))
+        return simulate_steady(steady_schedule(repeated, steps, pool, lookahead), costs.step_ms, costs.link).period_ms
+    windows = windows_of(uses)
+    made = schedule(windows, max(session.pool, least_pool(windows)), lookahead)
+    return simulate(made, costs.step_ms, costs.link).total_ms

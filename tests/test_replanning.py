@@ -341,3 +341,25 @@ def swapped(model: nn.Module) -> tuple[Session, set[str], set[str]]:
     made = replace(session.plan, streamed=tuple(sorted(after)), resident=frozenset(session.nbytes.keys() - after))
     session.adopt(session.costs, made)
     return session, before, after
+
+
+@pytest.mark.parametrize("objective", ["single", "steady"])
+def test_the_plan_in_force_takes_what_it_was_predicted_to_take(objective: str, x: Tensor) -> None:
+    model, compiled = eight(objective=objective)
+    compiled(x)
+    session = session_of(model)
+    assert session.plan.streamed
+    assert replanning.time_in_force(session, session.costs) == pytest.approx(session.plan.predicted_ms)
+    slower = replace(session.costs, link=Link(1000.0, 1e9, "made up"))
+    assert replanning.time_in_force(session, slower) > 1000
+
+
+def test_calls_that_repeat_are_planned_once_more_as_such(shifted: None, x: Tensor) -> None:
+    model, compiled = eight(objective="steady")
+    expected = model(x)
+    for _ in range(CALLS + 4):
+        assert_equal(compiled(x), expected)
+    session = session_of(model)
+    assert session.replanned and session.plan.steady is not None
+    stats = session.engine.stats()
+    assert stats.overruns == 0 and stats.peak_pool_bytes <= session.plan.pool
