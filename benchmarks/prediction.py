@@ -31,7 +31,8 @@ from flextensor_fx.offloading import find_sessions
 from flextensor_fx.replanning import time_in_force
 from flextensor_fx.runtime.engine import Engine
 from flextensor_fx.runtime.trace import Event
-from flextensor_fx.session import Session, costs_of
+from flextensor_fx.session import Session
+from flextensor_fx.session_plan import costs_of
 from flextensor_fx.session_profile import profile_of
 
 BUDGETS = ("15%", "25%", "50%", "75%")

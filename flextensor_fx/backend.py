@@ -22,6 +22,7 @@ from .config import OffloadConfig
 from .errors import SelectionError
 from .estimate import default_link
 from .gradients import differentiable_outputs, refuse_gradients
+from .graph_record import GraphRecord
 from .inner import Kind, compile_alone, compile_inner
 from .mutations import mutated_placeholders
 from .passes.fetches import FetchSpec, fetch_nodes
@@ -33,7 +34,7 @@ from .passes.steady_schedule import SteadySchedule
 from .replanning import Replanner
 from .runtime import registry
 from .runtime.parameter import OffloadedParameter
-from .session import AUTO, GraphRecord, Session
+from .session import AUTO, Session
 
 log = logging.getLogger("flextensor_fx")
 

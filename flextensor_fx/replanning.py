@@ -12,7 +12,8 @@ from .passes.schedule import least_pool, schedule, windows_of
 from .passes.steady_schedule import circular_windows, least_steady_pool, steady_schedule
 from .runtime.engine import EngineStats
 from .runtime.trace import Event
-from .session import Session, costs_of
+from .session import Session
+from .session_plan import costs_of
 from .session_profile import profile_of
 from .simulate import simulate
 from .steady import simulate_steady

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ReportError
+from .graph_record import GraphRecord
 from .passes.schedule import Schedule, format_bytes, format_table, least_pool, schedule, windows_of
 from .passes.steady_schedule import steady_schedule
 from .planner import Plan
 from .recording import one_session
 from .runtime.engine import EngineStats
 from .selection import Selection
-from .session import GraphRecord, Session
+from .session import Session
 from .timeline import START, Provenance, Timeline, predicted_timeline
 
 

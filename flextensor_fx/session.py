@@ -14,9 +14,9 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import CodeType
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 import torch._dynamo
@@ -28,12 +28,10 @@ from ._sources import storage_key
 from .candidates import Candidate, Roots, Slot, find_candidates
 from .captured import CapturedGraph, Costs
 from .config import OffloadConfig
-from .errors import BudgetError, OffloadError
+from .errors import OffloadError
 from .estimate import default_link
-from .passes.schedule import Schedule, format_bytes
-from .passes.steady_schedule import SteadySchedule
-from .planner import Objective, Plan, plan
-from .profile import Profile, ProfiledWeight
+from .graph_record import GraphRecord
+from .planner import Plan
 from .runtime import op_implementations, registry
 from .runtime.engine import Engine
 from .runtime.in_place import find_in_place
@@ -43,43 +41,12 @@ from .runtime.session_dir import SessionDir
 from .runtime.store import Store
 from .runtime.trace import Recorder
 from .selection import Selection, select
-
-__all__ = ["GraphRecord", "Session"]
+from .session_plan import completed, costs_of, fitting_profile, plan_weights, shape_of
 
 AUTO = "auto"
 """The profile of a session that measures its first calls."""
 
-_PAGE = 4096
 assert op_implementations  # importing it registers the ops
-
-
-@dataclass(frozen=True)
-class GraphRecord:
-    """What became of one compiled graph.
-
-    Fields:
-        name: "forward 0", "backward 1".
-        schedule: of one call, which takes over at its start what the call before has fetched for it.
-        pass_seconds: that our passes took.
-        steady: the same among calls that follow one another; None where nothing is fetched ahead of a call.
-    """
-
-    name: str
-    schedule: Schedule
-    pass_seconds: float
-    steady: SteadySchedule | None = None
-
-    @staticmethod
-    def of(name: str, schedule: Schedule | SteadySchedule, pass_seconds: float) -> GraphRecord:
-        """The record of a graph that `lower` gave this schedule."""
-        if isinstance(schedule, SteadySchedule):
-            return GraphRecord(name, schedule.in_call, pass_seconds, schedule)
-        return GraphRecord(name, schedule, pass_seconds)
-
-    @property
-    def peak_bytes(self) -> int:
-        """Most bytes of weights held together, what is fetched for the next call included."""
-        return self.schedule.peak_bytes if self.steady is None else self.steady.peak_bytes
 
 
 class Watcher(Protocol):
@@ -162,9 +129,9 @@ class Session:
         unit_of, nbytes, fixed = _facts(candidates, stays)
         uid = registry.free_uid(_fingerprint(roots, candidates))
         if config.profile not in (None, AUTO):
-            costs = costs_of(_fitting_profile(str(config.profile), candidates, fixed))
-        costs = _complete(costs or Costs({}, (), default_link(config.store_dir)), nbytes)
-        plan = _plan(config, costs, nbytes, fixed, 0, streams_all=streams_all)
+            costs = costs_of(fitting_profile(str(config.profile), candidates, fixed))
+        costs = completed(costs or Costs({}, (), default_link(config.store_dir)), nbytes)
+        plan = plan_weights(config, costs, nbytes, fixed, 0, streams_all=streams_all)
         session = cls(uid, config, selection, nbytes, fixed, unit_of, costs, plan, streams_all)
         session._roots = {prefix: weakref.ref(module) for prefix, module in roots.modules.items()}
         session._stays_by_graph = dict(stays)
@@ -193,9 +160,9 @@ class Session:
             candidates = find_candidates(roots, selection, "" if self.engine is None else self.engine.instance)
             _require_cpu(candidates)
             unit_of, nbytes, stays = _facts(candidates, self._stays_by_graph)
-            costs = _complete(self.costs, nbytes)
+            costs = completed(self.costs, nbytes)
             known = frozenset(moved.keys() & nbytes.keys())
-            self.plan = _plan(self.config, costs, nbytes, stays, self._pool_floor, known, self.streams_all)
+            self.plan = plan_weights(self.config, costs, nbytes, stays, self._pool_floor, known, self.streams_all)
             self.selection, self.costs, self.unit_of, self.nbytes, self.stays = selection, costs, unit_of, nbytes, stays
             self._signature = signature
         self._moved = {name: parameter for name, parameter in moved.items() if name in self.nbytes}
@@ -282,7 +249,7 @@ class Session:
             raise AssertionError(f"a pool of {self._pool_floor} bytes was refused, although only {least} are needed")
         self._pool_floor = least
         moved = frozenset(self._moved)
-        self.plan = _plan(self.config, self.costs, self.nbytes, self.stays, least, moved, self.streams_all)
+        self.plan = plan_weights(self.config, self.costs, self.nbytes, self.stays, least, moved, self.streams_all)
 
     def planned(self, costs: Costs) -> Plan:
         """The plan from other costs, which need not leave a weight where it is.
@@ -290,7 +257,7 @@ class Session:
         Raises:
             BudgetError: the budget cannot work with them.
         """
-        return _plan(self.config, costs, self.nbytes, self.stays, self._pool_floor)
+        return plan_weights(self.config, costs, self.nbytes, self.stays, self._pool_floor)
 
     def adopt(self, costs: Costs, plan: Plan) -> None:
         """Takes a plan from `planned`: moves weights to the store and back, and has every graph compiled anew.
@@ -321,7 +288,7 @@ class Session:
     def record(self, graph: GraphRecord) -> None:
         """Notes a compiled graph, and gives the engine memory for it, in whole pages."""
         self.graphs.append(graph)
-        self._page_pool = max(self._page_pool, self.pool, _paged_peak(graph))
+        self._page_pool = max(self._page_pool, self.pool, graph.paged_peak)
         if self.engine is not None:
             self.engine.set_pool(self._page_pool)
             self.engine.note_compilation()
@@ -456,15 +423,11 @@ def _facts(
     return unit_of, nbytes, fixed | {name: why for name, why in stays.items() if name in nbytes}
 
 
-def _shape(parameter: Tensor) -> tuple[int, ...] | None:
-    return None if nn.parameter.is_lazy(parameter) else tuple(parameter.shape)
-
-
 def _signature(roots: Roots) -> object:
     """What a selection and a plan hang on: names, shapes, dtypes and ties; not the tensors themselves."""
     first: dict[object, str] = {}
     return tuple(
-        (name, _shape(p), p.dtype, p.device, first.setdefault(storage_key(p), name))
+        (name, shape_of(p), p.dtype, p.device, first.setdefault(storage_key(p), name))
         for name, slot in roots.slots().items()
         for p in [slot.parameter]
     )
@@ -482,107 +445,10 @@ class _ReturnedValues:
         return self.values[key]
 
 
-def _plan(
-    config: OffloadConfig,
-    costs: Costs,
-    nbytes: Mapping[str, int],
-    stays: Mapping[str, str],
-    pool_floor: int,
-    moved: frozenset[str] = frozenset(),
-    streams_all: bool = False,
-) -> Plan:
-    uses = [(name, size, costs.steps_of[name]) for name, size in nbytes.items()]
-    budget = config.budget_bytes(sum(nbytes.values()))
-
-    def within(budget: int | None) -> Plan:
-        return plan(
-            uses,
-            costs.step_ms,
-            costs.link,
-            budget,
-            fixed=frozenset(stays),
-            fused=costs.fused & nbytes.keys(),
-            lookahead=config.lookahead,
-            min_stream_bytes=config.min_stream_bytes,
-            least_pool_bytes=pool_floor,
-            objective=cast("Objective", config.objective),  # as the option has been checked
-        )
-
-    try:
-        made = within(None if streams_all else budget)
-        if budget is not None and made.peak_bytes > budget:
-            made = within(budget)
-    except BudgetError as error:
-        text = f"{error}"
-        if stays:
-            kept = sum(nbytes[name] for name in stays)
-            text += f" Of the selected weights {format_bytes(kept)} cannot be offloaded: " + "; ".join(
-                f"{name}: {why}" for name, why in list(stays.items())[:3]
-            )
-        raise BudgetError(text, error.least) from None
-    if moved - set(made.streamed):  # moved away already: they stay streamed, and their room goes unused
-        made = replace(
-            made, streamed=(*made.streamed, *sorted(moved - set(made.streamed))), resident=made.resident - moved
-        )
-    return made
-
-
-def profiled_weights(session: Session) -> tuple[ProfiledWeight, ...]:
-    """The selected weights of a session."""
-    return _profiled(session.candidates(), session.stays, session.costs.fused)
-
-
-def _profiled(
-    candidates: Sequence[Candidate], stays: Mapping[str, str], fused: frozenset[str]
-) -> tuple[ProfiledWeight, ...]:
-    return tuple(
-        ProfiledWeight(
-            c.name,
-            c.unit,
-            bytes_of(c.parameter),
-            _shape(c.parameter) or (),
-            str(c.parameter.dtype),
-            c.name in fused,
-            stays.get(c.name),
-        )
-        for c in candidates
-    )
-
-
-def _fitting_profile(file: str, candidates: Sequence[Candidate], stays: Mapping[str, str]) -> Profile:
-    """The profile in `file`, which must be of these weights."""
-    found = Profile.load(file)
-    found.check_fits(_profiled(candidates, stays, frozenset()), str(torch.__version__), "cpu")
-    if found.foreign:
-        warnings.warn(
-            f"flextensor: the profile {file!r} was taken on another machine ({found.machine}); times here may differ",
-            UserWarning,
-            stacklevel=2,
-        )
-    return found
-
-
-def costs_of(found: Profile) -> Costs:
-    """What a profile says, all its graphs one after another."""
-    uses, step_ms = found.joined()
-    fused = frozenset(weight.name for weight in found.weights if weight.fused)
-    return Costs({name: steps for name, _, steps in uses}, step_ms, found.link.link, fused)
-
-
-def _complete(costs: Costs, nbytes: Mapping[str, int]) -> Costs:
-    """Gives weights that no graph has used yet a step of their own, behind the others."""
-    steps_of, step_ms = dict(costs.steps_of), list(costs.step_ms)
-    for name, size in nbytes.items():
-        if name not in steps_of:
-            steps_of[name] = (len(step_ms),)
-            step_ms.append(costs.link.copy_ms(size))
-    return Costs(steps_of, step_ms, costs.link, costs.fused)
-
-
 def _fingerprint(roots: Roots, candidates: Sequence[Candidate]) -> str:
     """The same for the same model in every process, so that a compile cache made by one serves the next."""
     names = "-".join(type(module).__name__ for module in roots.modules.values())
-    text = "\n".join(f"{c.name} {_shape(c.parameter)} {c.parameter.dtype}" for c in candidates)
+    text = "\n".join(f"{c.name} {shape_of(c.parameter)} {c.parameter.dtype}" for c in candidates)
     return f"{names}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
@@ -593,10 +459,3 @@ def _require_cpu(candidates: Sequence[Candidate]) -> None:
                 f"offload: this version streams from disk to RAM: expected weights on the CPU, found {candidate.name} on "
                 f"{candidate.parameter.device}; load its values and move the model to the CPU first"
             )
-
-
-def _paged_peak(graph: GraphRecord) -> int:
-    """The graph's peak with every weight in whole pages, as the engine allots memory."""
-    made = graph.schedule if graph.steady is None else graph.steady
-    rounded = tuple(replace(t, nbytes=-(-t.nbytes // _PAGE) * _PAGE) for t in made.transfers)
-    return replace(made, transfers=rounded).peak_bytes

@@ -11,7 +11,8 @@ from .machine import Machine
 from .profile import Profile
 from .runtime.engine import EngineStats
 from .runtime.trace import Event
-from .session import Session, profiled_weights
+from .session import Session
+from .session_plan import profiled
 
 _LEAST_RATIO = 4  # of the largest size to the smallest: from sizes closer together no latency can be told
 
@@ -28,7 +29,7 @@ def profile_of(session: Session, events: Sequence[Event], before: EngineStats | 
     return Profile(
         "-".join(type(root).__name__ for root in session.roots.modules.values()),
         Machine.here(),
-        profiled_weights(session),
+        profiled(session.candidates(), session.stays, session.costs.fused),
         profile_graphs(runs, costs, session.unit_of),
         _link(session, events, before),
     )
