@@ -55,6 +55,7 @@ class Profile:
         weights: the selected ones, in the model's order.
         graphs: in the order compiled.
         link: what copies cost.
+        include_patterns, exclude_patterns: what selected the weights; options that name no patterns take these.
 
     Raises:
         ProfileError: a weight or a graph is listed twice, or a graph uses a weight that is not listed.
@@ -65,6 +66,8 @@ class Profile:
     weights: tuple[ProfiledWeight, ...]
     graphs: tuple[GraphProfile, ...]
     link: LinkProfile
+    include_patterns: tuple[str, ...] = ()
+    exclude_patterns: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _refuse_twice("weight", (repr(weight.name) for weight in self.weights))

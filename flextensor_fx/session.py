@@ -14,7 +14,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import Any, Protocol
 
@@ -32,6 +32,7 @@ from .errors import OffloadError
 from .estimate import default_link
 from .graph_record import GraphRecord
 from .planner import Plan
+from .profile import Profile
 from .runtime import op_implementations, registry
 from .runtime.engine import Engine
 from .runtime.in_place import find_in_place
@@ -41,7 +42,7 @@ from .runtime.session_dir import SessionDir
 from .runtime.store import Store
 from .runtime.trace import Recorder
 from .selection import Selection, select
-from .session_plan import completed, costs_of, fitting_profile, plan_weights, shape_of
+from .session_plan import check_profile, completed, costs_of, plan_weights, shape_of
 
 AUTO = "auto"
 """The profile of a session that measures its first calls."""
@@ -123,13 +124,20 @@ class Session:
             BudgetError: no schedule exists within the budget.
             OffloadError: the weights lie on several devices, or not on the CPU.
         """
+        profile = None if config.profile in (None, AUTO) else Profile.load(str(config.profile))
+        if profile is not None and not config.include_patterns:
+            patterns = profile.include_patterns, profile.exclude_patterns
+            config = replace(
+                config, include_patterns=patterns[0], exclude_patterns=config.exclude_patterns or patterns[1]
+            )
         selection = select(roots.tree(), config.include_patterns, config.exclude_patterns)
         candidates = find_candidates(roots, selection)
         _require_cpu(candidates)
         unit_of, nbytes, fixed = _facts(candidates, stays)
         uid = registry.free_uid(_fingerprint(roots, candidates))
-        if config.profile not in (None, AUTO):
-            costs = costs_of(fitting_profile(str(config.profile), candidates, fixed))
+        if profile is not None:
+            check_profile(profile, str(config.profile), candidates, fixed)
+            costs = costs_of(profile)
         costs = completed(costs or Costs({}, (), default_link(config.store_dir)), nbytes)
         plan = plan_weights(config, costs, nbytes, fixed, 0, streams_all=streams_all)
         session = cls(uid, config, selection, nbytes, fixed, unit_of, costs, plan, streams_all)

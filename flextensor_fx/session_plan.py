@@ -95,13 +95,12 @@ def profiled(
     )
 
 
-def fitting_profile(file: str, candidates: Sequence[Candidate], stays: Mapping[str, str]) -> Profile:
-    """The profile in `file`, which must be of these weights.
+def check_profile(found: Profile, file: str, candidates: Sequence[Candidate], stays: Mapping[str, str]) -> None:
+    """Warns of a profile of another machine.
 
     Raises:
-        ProfileError: it cannot be read, or is of others.
+        ProfileError: it is of other weights.
     """
-    found = Profile.load(file)
     found.check_fits(profiled(candidates, stays, frozenset()), str(torch.__version__), "cpu")
     if found.foreign:
         warnings.warn(
@@ -109,7 +108,6 @@ def fitting_profile(file: str, candidates: Sequence[Candidate], stays: Mapping[s
             UserWarning,
             stacklevel=2,
         )
-    return found
 
 
 def costs_of(found: Profile) -> Costs:

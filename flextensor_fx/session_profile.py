@@ -32,6 +32,8 @@ def profile_of(session: Session, events: Sequence[Event], before: EngineStats | 
         profiled(session.candidates(), session.stays, session.costs.fused),
         profile_graphs(runs, costs, session.unit_of),
         _link(session, events, before),
+        tuple(session.config.include_patterns),
+        tuple(session.config.exclude_patterns),
     )
 
 

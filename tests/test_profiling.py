@@ -253,6 +253,20 @@ class TestPlanningFromAFile:
         assert set(session_of(model).plan.streamed) <= {"8.weight", "10.weight", "6.weight", "4.weight", "2.weight"}
         assert "0.weight" not in session_of(model).plan.streamed
 
+    def test_it_has_the_patterns(self, tmp_path: Path, quick: None):
+        model, x = mlp(4, 64, bias=False).requires_grad_(False), torch.randn(2, 64)
+        chosen = OPTIONS | {"include_patterns": ["*"], "exclude_patterns": ["0"]}
+        flextensor_fx.profile(model, (x,), chosen).save(tmp_path / "p.json")
+        without = {"profile": str(tmp_path / "p.json"), "min_stream_bytes": 0, "inner_backend": "aot_eager"}
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend=flextensor_fx.flextensor, options=without)
+        expected = model(x)
+        assert_equal(compiled(x), expected)
+        session = session_of(model)
+        assert set(session.moved) == {"2.weight", "4.weight", "6.weight"}
+        assert session.config.include_patterns == ("*",) and session.config.exclude_patterns == ("0",)
+        assert_equal(compiled(x[:1]), model(x[:1]))  # compiles once more, with the same options
+
     def test_offload_takes_it_too(self, file: str):
         found = Profile.load(file)
         model = flextensor_fx.offload(mlp(6, 64, bias=False), OPTIONS | {"profile": file, "budget": "60%"})
