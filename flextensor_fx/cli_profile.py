@@ -30,7 +30,11 @@ def add_profile(subparsers: Subparsers) -> None:
         "exported program, which has its example inputs with it",
     )
     parser.add_argument(
-        "--include", nargs="+", required=True, metavar="PATTERN", help="what to offload, such as 'layers.*'"
+        "--include",
+        nargs="+",
+        default=("**",),
+        metavar="PATTERN",
+        help="what to offload, such as 'layers.*'; all without",
     )
     parser.add_argument("--exclude", nargs="+", default=(), metavar="PATTERN", help="what stays resident all the same")
     parser.add_argument(

@@ -79,7 +79,7 @@ def test_it_prints_and_saves(module: str, capsys: pytest.CaptureFixture[str]):
 
 
 def test_keyword_arguments(module: str):
-    assert main(["profile", f"{module}:keywords", "--include", "**", "--out", "found.json", "--calls", "1"]) == 0
+    assert main(["profile", f"{module}:keywords", "--out", "found.json", "--calls", "1"]) == 0
     assert Profile.load("found.json").graphs[0].signature == "float32[2, 8], float32[8]"
 
 
