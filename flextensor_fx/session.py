@@ -378,14 +378,17 @@ class Session:
         slots: dict[int, list[Slot]] = {}
         for slot in self.roots.slots().values():
             slots.setdefault(id(slot.parameter), []).append(slot)
-        for key, stand_in in [(k, s) for k, s in self._stand_ins.items() if k in keys]:
-            value = engine.read(key)
-            parameter = self._original(key, stand_in, value)
-            returned.values[key] = value
-            for slot in slots.get(id(stand_in), ()):
-                slot.put(parameter)
-            stand_in.source = returned  # references that the user kept go on working
-            del self._stand_ins[key]
+        with torch.inference_mode(
+            False
+        ):  # an inference tensor could not be trained, nor be read where gradients are recorded
+            for key, stand_in in [(k, s) for k, s in self._stand_ins.items() if k in keys]:
+                value = engine.read(key)
+                parameter = self._original(key, stand_in, value)
+                returned.values[key] = value
+                for slot in slots.get(id(stand_in), ()):
+                    slot.put(parameter)
+                stand_in.source = returned  # references that the user kept go on working
+                del self._stand_ins[key]
 
     def _original(self, key: str, stand_in: OffloadedParameter, value: Tensor) -> Tensor:
         """The parameter that was moved away, with `value`, if anybody still holds it: an optimizer must find it in the model."""
