@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+
+from torch._dynamo.convert_frame import compile_lock
 
 from .captured import Costs
 from .passes.schedule import least_pool, schedule, windows_of
@@ -31,6 +34,7 @@ class Replanner:
 
     1. The first two calls of each graph and class of input shapes warm up, and five more are measured. A graph whose shapes go on
        changing, as with a cache that grows, is measured from its third call on, and after 20 is known by the medians over all.
+       While another thread compiles, measuring goes on.
     2. The plan made from what was measured is taken if it is predicted, from the same numbers, to be at least 3% faster than
        the one in force. The weights that change places are moved, and the next call compiles.
     """
@@ -55,13 +59,24 @@ class Replanner:
             result = inner(*arguments)
         self._events += recorder.events()
         self._measured.update((graph, name))
-        if self._measured[graph] >= _CALLS:
-            session.watcher = None
-            replan(session, self._events, self._before)
-        elif self._measured[name] >= _VARYING:
-            session.watcher = None
-            replan(session, [_of_any_shape(event) for event in self._events], self._before)
+        if self._measured[graph] >= _CALLS or self._measured[name] >= _VARYING:
+            with _no_compilation() as free:
+                if free:
+                    session.watcher = None
+                    enough = self._measured[graph] >= _CALLS
+                    replan(session, self._events if enough else [_of_any_shape(e) for e in self._events], self._before)
         return result
+
+
+@contextmanager
+def _no_compilation() -> Iterator[bool]:
+    """Whether no other thread compiles; then none does before the block ends. One that did would find parameters replaced."""
+    free = compile_lock.acquire(blocking=False)  # one that waited could wait for a thread that waits for the session
+    try:
+        yield free
+    finally:
+        if free:
+            compile_lock.release()
 
 
 def _of_any_shape(event: Event) -> Event:
