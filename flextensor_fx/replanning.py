@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any
 from torch._dynamo.convert_frame import compile_lock
 
 from .captured import Costs
+from .errors import BudgetError, StoreError
 from .passes.schedule import least_pool, schedule, windows_of
 from .passes.steady_schedule import circular_windows, least_steady_pool, steady_schedule
 from .runtime.engine import EngineStats
@@ -91,19 +93,33 @@ def replan(session: Session, events: Sequence[Event], before: EngineStats | None
     Args:
         events, before: as in `profile_of`.
 
-    Raises:
-        StoreError: a weight could not be moved; those moved so far stay where they are, and all are right.
+    A plan that the budget does not allow, or that the store cannot follow, is no failure of the call that was measured last: the
+    one in force stays, with a warning in the second case. Weights moved so far stay where they are then, and all are right.
     """
     costs = costs_of(profile_of(session, events, before))
-    planned, now_ms = session.planned(costs), time_in_force(session, costs)
+    try:
+        planned = session.planned(costs)
+    except BudgetError as error:  # all graphs one after another may need more together than each by itself
+        log.info("%s: measured; the plan in force is left as it is: %s", session.uid, error)
+        return False
+    now_ms = time_in_force(session, costs)
     better = planned.predicted_ms < (1 - _WORTH_IT) * now_ms
     log.info(
         "%s: measured; the plan in force is predicted to take %.1f ms, a new one %.1f ms: %s",
         session.uid, now_ms, planned.predicted_ms, "taken" if better else "left as it is",
     )  # fmt: skip
-    if better:
+    if not better:
+        return False
+    try:
         session.adopt(costs, planned)
-    return better
+    except StoreError as error:
+        warnings.warn(
+            f"flextensor: {session.uid} goes on with its first plan, as the store could not follow the measured one: {error}",
+            UserWarning,
+            stacklevel=2,
+        )
+        return False
+    return True
 
 
 def time_in_force(session: Session, costs: Costs) -> float:

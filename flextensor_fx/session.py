@@ -267,6 +267,7 @@ class Session:
         """
         engine = self.engine
         assert engine is not None
+        before = self.costs, self.plan
         self.costs, self.plan, self.replanned = costs, plan, True
         returning = self._moved.keys() - set(plan.streamed)
         moving = {name: self._moved.pop(name) for name in returning}
@@ -275,7 +276,14 @@ class Session:
         self._page_pool = plan.pool
         engine.set_pool(plan.pool)
         try:
-            self.commit()
+            try:
+                self.commit()
+            except Exception:
+                # Else every compilation would try once more to move what the store did not take.
+                self.costs, self.plan = before
+                self._page_pool = self.plan.pool
+                engine.set_pool(self.plan.pool)
+                raise
             self._bring_back({stand_in.key for stand_in in moving.values()}, engine)
         finally:
             for name, stand_in in moving.items():
