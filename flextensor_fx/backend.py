@@ -272,7 +272,7 @@ class _Compilation:
         # An offloaded weight that is no fetch (the graph changes it) comes in as a tensor over the store's file.
         examples = [v.plain() if isinstance(v := inputs[place], OffloadedParameter) else v for place in kept]
         compiled = compile_inner(captured, examples, self.config, self._lower, self._check)
-        mapped = {p for p in kept if isinstance(inputs[p], OffloadedParameter)}
+        mapped = any(isinstance(inputs[p], OffloadedParameter) for p in kept)
         run = _runner(compiled, kept, mapped, self.sessions, self._note_captured(), input_places(placeholders))
         trainable = [w.name for w in self.weights.values() if w.value.requires_grad and _offloaded(w)]
         if torch.is_grad_enabled() and trainable:
@@ -373,7 +373,7 @@ def _copy_graph(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
 def _runner(
     compiled: Callable[..., Any],
     kept: Sequence[int],
-    mapped: set[int],
+    mapped: bool,
     sessions: Mapping[str, Session],
     name: str,
     inputs: Sequence[int],
@@ -381,13 +381,14 @@ def _runner(
     """What Dynamo calls: leaves out the arguments that became fetches, and lets one call at a time use a session's pool.
 
     Args:
+        mapped: whether any argument that is left is an offloaded weight.
         name: of the captured graph.
         inputs: places of the arguments whose shapes tell one class of calls from another.
     """
     locks = [session.lock for _, session in sorted(sessions.items())]
 
     def call(*arguments: Any) -> Any:
-        return compiled(*[arguments[p].plain() if p in mapped else arguments[p] for p in kept])
+        return compiled(*[a.plain() if isinstance(a := arguments[p], OffloadedParameter) else a for p in kept])
 
     def call_unmapped(*arguments: Any) -> Any:
         return compiled(*[arguments[p] for p in kept])
@@ -397,10 +398,14 @@ def _runner(
         (lock,) = locks
         # Dynamo keeps what is compiled for as long as it likes, and must not keep the weights.
         (session_of,) = (weakref.ref(session) for session in sessions.values())
+        (replanned,) = (session.replanned for session in sessions.values())
 
         def run(*arguments: Any) -> Any:
             session = session_of()
             with lock:
+                if session is not None and session.replanned is not replanned:
+                    # Another thread has planned anew since Dynamo checked its guards: these may be stand-ins by now.
+                    return call(*arguments)
                 if session is None or (session.recorder is None and session.watcher is None):
                     return inner(*arguments)
                 graph = f"{name}: {signature(arguments, inputs)}"
@@ -416,7 +421,7 @@ def _runner(
         for lock in locks:
             lock.acquire()
         try:
-            return inner(*arguments)
+            return call(*arguments)  # one of them may have been planned anew as well
         finally:
             for lock in reversed(locks):
                 lock.release()

@@ -52,8 +52,8 @@ def _profile(arguments: argparse.Namespace) -> None:
 
     if arguments.calls is not None and arguments.calls < 1:
         raise ConfigError(f"--calls: expected a whole number of at least 1, found {arguments.calls}; write 1 or more")
-    if not arguments.out.parent.is_dir():  # else minutes of measuring would be lost
-        raise OffloadError(f"--out: expected a name in a directory that exists, found {str(arguments.out)!r}")
+    if arguments.out.is_dir() or not arguments.out.parent.is_dir():  # else minutes of measuring would be lost
+        raise OffloadError(f"--out: expected a file name in a directory that exists, found {str(arguments.out)!r}")
     given: dict[str, Any] = {"include_patterns": arguments.include, "exclude_patterns": arguments.exclude}
     if arguments.budget is not None:
         given["budget"] = arguments.budget

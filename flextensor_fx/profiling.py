@@ -52,7 +52,9 @@ def profile(
        compute. Where they cannot tell a latency, it is taken from the machine's own curve.
 
     Args:
-        model: a module; afterwards it is as it was before. Or a compiled one that has been offloaded: it is measured as it is.
+        model: a module; afterwards its parameters, buffers and the random state of the CPU are as before. What else calls change
+            (attributes in Python, arguments that they write) stays changed. Or a compiled one that has been offloaded: it is
+            measured as it is.
         args: positional arguments of a call; a list of such tuples measures several calls, such as prefill and decode.
         config: what `torch.compile` would get as options. Not for a model that is offloaded already.
         kwargs: keyword arguments of each call.
@@ -76,7 +78,7 @@ def profile(
     runs = [(one, dict(kwargs or {})) for one in given]
     if not runs:
         raise ProfileError("profile: expected arguments of at least one call, found an empty list")
-    with torch.no_grad(), _plain_errors(), _compiled(model, config) as call:
+    with torch.no_grad(), _plain_errors(), _unchanged(model), _compiled(model, config) as call:
         for one, named in runs:
             for _ in range(_WARM_UP):
                 call(*one, **named)
@@ -128,6 +130,27 @@ def _compiled(model: Any, config: OffloadConfig | Mapping[str, Any] | None) -> I
         yield torch.compile(model, backend=stream_all, options=options)
     finally:
         release(model)
+
+
+@contextmanager
+def _unchanged(model: Any) -> Iterator[None]:
+    """Undoes what calls do to buffers, such as running statistics and caches, and to the random state of the CPU."""
+    root = _frames.unwrap(model)
+    modules = list(root.modules()) if isinstance(root, nn.Module) else []
+    held = [(module, name, buffer) for module in modules for name, buffer in module._buffers.items()]
+    known = {id(b): b for _, _, b in held if b is not None and not nn.parameter.is_lazy(b) and not b.is_meta}
+    with torch.inference_mode(False):
+        copies = {key: buffer.clone() for key, buffer in known.items()}
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            for module, name, buffer in held:
+                module._buffers[name] = buffer
+            for key, buffer in known.items():
+                if not torch.equal(buffer, copies[key]):
+                    with torch.inference_mode(buffer.is_inference()):
+                        buffer.copy_(copies[key])
 
 
 def _measure(

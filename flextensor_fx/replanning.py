@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+from torch._dynamo.convert_frame import compile_lock
+
 from .captured import Costs
+from .errors import BudgetError, StoreError
 from .passes.schedule import least_pool, schedule, windows_of
 from .passes.steady_schedule import circular_windows, least_steady_pool, steady_schedule
 from .runtime.engine import EngineStats
@@ -31,6 +36,7 @@ class Replanner:
 
     1. The first two calls of each graph and class of input shapes warm up, and five more are measured. A graph whose shapes go on
        changing, as with a cache that grows, is measured from its third call on, and after 20 is known by the medians over all.
+       While another thread compiles, measuring goes on.
     2. The plan made from what was measured is taken if it is predicted, from the same numbers, to be at least 3% faster than
        the one in force. The weights that change places are moved, and the next call compiles.
     """
@@ -55,13 +61,24 @@ class Replanner:
             result = inner(*arguments)
         self._events += recorder.events()
         self._measured.update((graph, name))
-        if self._measured[graph] >= _CALLS:
-            session.watcher = None
-            replan(session, self._events, self._before)
-        elif self._measured[name] >= _VARYING:
-            session.watcher = None
-            replan(session, [_of_any_shape(event) for event in self._events], self._before)
+        if self._measured[graph] >= _CALLS or self._measured[name] >= _VARYING:
+            with _no_compilation() as free:
+                if free:
+                    session.watcher = None
+                    enough = self._measured[graph] >= _CALLS
+                    replan(session, self._events if enough else [_of_any_shape(e) for e in self._events], self._before)
         return result
+
+
+@contextmanager
+def _no_compilation() -> Iterator[bool]:
+    """Whether no other thread compiles; then none does before the block ends. One that did would find parameters replaced."""
+    free = compile_lock.acquire(blocking=False)  # one that waited could wait for a thread that waits for the session
+    try:
+        yield free
+    finally:
+        if free:
+            compile_lock.release()
 
 
 def _of_any_shape(event: Event) -> Event:
@@ -76,19 +93,33 @@ def replan(session: Session, events: Sequence[Event], before: EngineStats | None
     Args:
         events, before: as in `profile_of`.
 
-    Raises:
-        StoreError: a weight could not be moved; those moved so far stay where they are, and all are right.
+    A plan that the budget does not allow, or that the store cannot follow, is no failure of the call that was measured last: the
+    one in force stays, with a warning in the second case. Weights moved so far stay where they are then, and all are right.
     """
     costs = costs_of(profile_of(session, events, before))
-    planned, now_ms = session.planned(costs), time_in_force(session, costs)
+    try:
+        planned = session.planned(costs)
+    except BudgetError as error:  # all graphs one after another may need more together than each by itself
+        log.info("%s: measured; the plan in force is left as it is: %s", session.uid, error)
+        return False
+    now_ms = time_in_force(session, costs)
     better = planned.predicted_ms < (1 - _WORTH_IT) * now_ms
     log.info(
         "%s: measured; the plan in force is predicted to take %.1f ms, a new one %.1f ms: %s",
         session.uid, now_ms, planned.predicted_ms, "taken" if better else "left as it is",
     )  # fmt: skip
-    if better:
+    if not better:
+        return False
+    try:
         session.adopt(costs, planned)
-    return better
+    except StoreError as error:
+        warnings.warn(
+            f"flextensor: {session.uid} goes on with its first plan, as the store could not follow the measured one: {error}",
+            UserWarning,
+            stacklevel=2,
+        )
+        return False
+    return True
 
 
 def time_in_force(session: Session, costs: Costs) -> float:

@@ -275,6 +275,7 @@ class Session:
         """
         engine = self.engine
         assert engine is not None
+        before = self.costs, self.plan
         self.costs, self.plan, self.replanned = costs, plan, True
         returning = self._moved.keys() - set(plan.streamed)
         moving = {name: self._moved.pop(name) for name in returning}
@@ -283,7 +284,14 @@ class Session:
         self._page_pool = plan.pool
         engine.set_pool(plan.pool)
         try:
-            self.commit()
+            try:
+                self.commit()
+            except Exception:
+                # Else every compilation would try once more to move what the store did not take.
+                self.costs, self.plan = before
+                self._page_pool = self.plan.pool
+                engine.set_pool(self.plan.pool)
+                raise
             self._bring_back({stand_in.key for stand_in in moving.values()}, engine)
         finally:
             for name, stand_in in moving.items():
@@ -386,14 +394,17 @@ class Session:
         slots: dict[int, list[Slot]] = {}
         for slot in self.roots.slots().values():
             slots.setdefault(id(slot.parameter), []).append(slot)
-        for key, stand_in in [(k, s) for k, s in self._stand_ins.items() if k in keys]:
-            value = engine.read(key)
-            parameter = self._original(key, stand_in, value)
-            returned.values[key] = value
-            for slot in slots.get(id(stand_in), ()):
-                slot.put(parameter)
-            stand_in.source = returned  # references that the user kept go on working
-            del self._stand_ins[key]
+        with torch.inference_mode(
+            False
+        ):  # an inference tensor could not be trained, nor be read where gradients are recorded
+            for key, stand_in in [(k, s) for k, s in self._stand_ins.items() if k in keys]:
+                value = engine.read(key)
+                parameter = self._original(key, stand_in, value)
+                returned.values[key] = value
+                for slot in slots.get(id(stand_in), ()):
+                    slot.put(parameter)
+                stand_in.source = returned  # references that the user kept go on working
+                del self._stand_ins[key]
 
     def _original(self, key: str, stand_in: OffloadedParameter, value: Tensor) -> Tensor:
         """The parameter that was moved away, with `value`, if anybody still holds it: an optimizer must find it in the model."""

@@ -111,7 +111,12 @@ def test_a_program_without_example_inputs(tmp_path: Path, monkeypatch: pytest.Mo
         ("layered", ["--budget", "1KiB"], "expected a budget of at least"),
         ("layered", ["--budget", "5 apples"], "found str '5 apples'"),
         ("layered", ["--calls", "0"], "--calls: expected a whole number of at least 1, found 0"),
-        ("layered", ["--out", "lost/p.json"], "--out: expected a name in a directory that exists, found 'lost/p.json'"),
+        (
+            "layered",
+            ["--out", "lost/p.json"],
+            "--out: expected a file name in a directory that exists, found 'lost/p.json'",
+        ),
+        ("layered", ["--out", "."], "--out: expected a file name in a directory that exists, found '.'"),
         ("layered", ["--include", "lost.*"], "lost.*"),
         ("wrong", [], "calling it with its example arguments failed"),
         ("raises", [], "not today"),

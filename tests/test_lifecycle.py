@@ -298,3 +298,14 @@ def test_two_processes_average_their_gradients(compile_first: bool) -> None:
         assert plain == streamed
         assert len(names) == 6
     assert found[0][1] == found[1][1]  # the hooks have run: both have the average
+
+
+def test_weights_that_come_back_in_inference_mode_are_no_inference_tensors():
+    model = mlp()
+    compiled = stream(model)
+    with torch.inference_mode():
+        compiled(torch.randn(2, 16))
+        flextensor_fx.release(model)
+    assert not any(p.is_inference() for p in model.parameters())
+    model(torch.randn(2, 16)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())

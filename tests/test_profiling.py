@@ -140,6 +140,29 @@ class TestMeasuring:
             flextensor_fx.profile(model, [(torch.randn(2, 16),), (torch.randn(2, 17),)], OPTIONS)
         assert all(type(p) is nn.Parameter for p in model.parameters()) and not registry.living_sessions()
 
+    @pytest.mark.parametrize("inference", [False, True])
+    def test_buffers_and_the_random_state_are_as_before(self, inference: bool, quick: None):
+        class Counting(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layers = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(), nn.Linear(16, 16))
+                self.register_buffer("calls", torch.zeros(()))
+                self.register_buffer("last", torch.zeros(2, 16))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                self.calls += 1  # pyright: ignore[reportOperatorIssue]  # a buffer
+                self.last = x + 1
+                return self.layers(x)
+
+        x = torch.randn(2, 16)
+        with torch.inference_mode(inference):
+            model = Counting().train()
+            buffers, before, state = dict(model.named_buffers()), values(model), torch.get_rng_state()
+            flextensor_fx.profile(model, (x,), OPTIONS | {"include_patterns": ["**.weight"]})
+        assert all(buffer is buffers[name] for name, buffer in model.named_buffers())
+        assert_equal(values(model), before)
+        assert_equal(torch.get_rng_state(), state)
+
     def test_gradients_may_be_on(self, quick: None):
         assert torch.is_grad_enabled()
         found = flextensor_fx.profile(mlp(), (torch.randn(2, 16, requires_grad=True),), OPTIONS)
