@@ -161,6 +161,10 @@ def test_nothing_is_refused_where_no_gradient_is_recorded() -> None:
             assert not stream(model)(x).requires_grad
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.12",
+    reason="Dynamo 2.11 has no guard on it: the graph made before goes on refusing a backward",
+)
 def test_a_streamed_weight_that_is_frozen_later_and_thawed_again() -> None:
     model, x = mlp(2), torch.randn(3, 16, requires_grad=True)
     compiled = stream(model)
