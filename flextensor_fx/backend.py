@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 import weakref
@@ -283,7 +284,8 @@ class _Compilation:
 
     def _note_captured(self) -> str:
         """Notes the graph with every session whose weights it uses; the name that it goes by there."""
-        name = f"graph {max((len(session.captured) for session in self.sessions.values()), default=0)}"
+        taken = {graph.name for session in self.sessions.values() for graph in session.captured}
+        name = next(name for number in itertools.count() if (name := f"graph {number}") not in taken)
         for session in self.sessions.values():
             own = {node: weight for node, weight in self.weights.items() if weight.session is session}
             costs = captured_costs(
