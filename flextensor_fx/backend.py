@@ -335,8 +335,7 @@ class _Lowering:
 
     def preview(self) -> str:
         begin = time.perf_counter()
-        copy, _ = _copy_graph(self.module.graph)
-        self.schedules = preview(copy, self.realized, self.limits, steady=self.steady)
+        self.schedules = preview(self.module.graph, self.realized, self.limits, steady=self.steady)
         self.seconds += time.perf_counter() - begin
         return "\n".join([f"steady {self.steady}", *(f"{uid} {limit}" for uid, limit in sorted(self.limits.items()))])
 

@@ -27,6 +27,23 @@ class Costs:
     link: Link
     fused: frozenset[str] = frozenset()
 
+    def step_labels(self, label_of: Mapping[str, str], before: str = "") -> list[str]:
+        """The label of each step: that of the first weight in `label_of` that it uses, or of the step before it if it uses none.
+
+        Args:
+            label_of: of weights, by name.
+            before: the label of steps before the first such weight.
+        """
+        first: dict[int, str] = {}
+        for name, label in label_of.items():
+            for step in self.steps_of[name]:
+                first.setdefault(step, label)
+        labels, label = [], before
+        for step in range(len(self.step_ms)):
+            label = first.get(step, label)
+            labels.append(label)
+        return labels
+
 
 @dataclass(frozen=True)
 class CapturedGraph:

@@ -109,9 +109,8 @@ def _work_ms(node: Node, flops_per_ms: float) -> float:
         return 0.0
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     elements, _ = _output_of(node)
-    given = [
-        v for v in (*node.args, *node.kwargs.values()) if isinstance(v, Node) and is_tensor(v)
-    ]  # one may come twice
+    inputs = (*node.args, *node.kwargs.values())  # one may come twice
+    given = [value for value in inputs if isinstance(value, Node) and is_tensor(value)]
     shapes = [[_hint(extent) for extent in value_of(source).shape] for source in given]
     if name == "scaled_dot_product_attention" and len(shapes) > 1 and len(shapes[1]) > 1:
         return 4 * math.prod(shapes[0]) * shapes[1][-2] / flops_per_ms  # queries by keys, and scores by values

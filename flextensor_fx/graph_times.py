@@ -115,9 +115,8 @@ def profile_graphs(
 def _profile(
     graph: str, signature: str, runs: Sequence[GraphRun], costs: Costs, unit_of: Mapping[str, str]
 ) -> GraphProfile:
-    steps = [
-        StepProfile(unit, ms, 0.0, "estimated") for unit, ms in zip(_units(costs, unit_of), costs.step_ms, strict=True)
-    ]
+    units = costs.step_labels({name: unit_of[name] for name in costs.steps_of})
+    steps = [StepProfile(unit, ms, 0.0, "estimated") for unit, ms in zip(units, costs.step_ms, strict=True)]
     if runs and steps:
         # The same stretches in every run, but for one that a write or a fork disturbed.
         common, _ = Counter(tuple(first for first, _ in run.stretches) for run in runs).most_common(1)[0]
@@ -142,19 +141,6 @@ def _profile(
         median(run.stall_ms for run in runs) if runs else 0.0,
         len(runs),
     )
-
-
-def _units(costs: Costs, unit_of: Mapping[str, str]) -> list[str]:
-    """The unit of each step; one that uses no selected weight belongs to the unit before it."""
-    first: dict[int, str] = {}
-    for name, steps in costs.steps_of.items():
-        for step in steps:
-            first.setdefault(step, unit_of[name])
-    units, unit = [], ""
-    for step in range(len(costs.step_ms)):
-        unit = first.get(step, unit)
-        units.append(unit)
-    return units
 
 
 def read_points(events: Iterable[Event], nbytes: Mapping[str, int]) -> list[LinkPoint]:

@@ -260,23 +260,16 @@ def _predicted(session: Session) -> Timeline:
         moves = steady_schedule(windows, len(costs.step_ms), pool, made.lookahead)
     else:
         moves = schedule(windows, pool, made.lookahead)
-    label_of: dict[int, str] = {}
-    for name in session.nbytes:
-        for step in costs.steps_of[name]:
-            label_of.setdefault(step, session.unit_of[name] or "(root)")
-    labels, label = [], START
-    for step in range(len(costs.step_ms)):  # a step that uses no selected weight belongs to the unit before it
-        label = label_of.get(step, label)
-        labels.append(label)
+    unit_of = {name: session.unit_of[name] or "(root)" for name in session.nbytes}
     provenance = costs.link.provenance
     return predicted_timeline(
         moves,
         costs.step_ms,
         costs.link,
-        labels,
+        costs.step_labels(unit_of, START),
         sum(session.nbytes.values()) - sum(nbytes for _, nbytes, _ in uses),
         made.budget,
-        unit_of={name: session.unit_of[name] or "(root)" for name, _, _ in uses},
+        unit_of={name: unit_of[name] for name, _, _ in uses},
         source="estimated costs" if provenance == "estimated" else f"costs {provenance}",
     )
 

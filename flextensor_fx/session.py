@@ -394,9 +394,8 @@ class Session:
         slots: dict[int, list[Slot]] = {}
         for slot in self.roots.slots().values():
             slots.setdefault(id(slot.parameter), []).append(slot)
-        with torch.inference_mode(
-            False
-        ):  # an inference tensor could not be trained, nor be read where gradients are recorded
+        # An inference tensor could not be trained, nor be read where gradients are recorded.
+        with torch.inference_mode(False):
             for key, stand_in in [(k, s) for k, s in self._stand_ins.items() if k in keys]:
                 value = engine.read(key)
                 parameter = self._original(key, stand_in, value)

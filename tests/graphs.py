@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
@@ -16,6 +17,7 @@ from flextensor_fx.passes.pipeline import Limit, Pipeline, lower
 from flextensor_fx.passes.realized import Realized, aten_realized
 from flextensor_fx.passes.schedule import Schedule
 from flextensor_fx.passes.steady_schedule import SteadySchedule
+from flextensor_fx.passes.verify_graph import GraphError, verify_graph
 from flextensor_fx.runtime.layout import contiguous_stride
 
 CPU = torch.device("cpu")
@@ -62,3 +64,12 @@ def code(module: GraphModule) -> str:
 def nodes(graph: Graph, target: Any) -> list[Node]:
     """The calls of `target`, in order."""
     return list(graph.find_nodes(op="call_function", target=target))
+
+
+def assert_breaks(graph: Graph, pools: Mapping[str, int], break_it: Callable[[], None], message: str) -> None:
+    """`verify_graph` finds nothing wrong with `graph`, and `message` once `break_it` has been called."""
+    verify_graph(graph, pools)
+    break_it()
+    with pytest.raises(GraphError) as caught:
+        verify_graph(graph, pools)
+    assert message in str(caught.value)

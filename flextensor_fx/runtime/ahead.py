@@ -34,9 +34,8 @@ class Ahead:
         self.dropped = 0
         self._arena = arena
         self._held: dict[str, Transfer] = {}
-        self._skips: dict[
-            str, tuple[int, int]
-        ] = {}  # key -> (copies left out before the next try, those still to leave out)
+        # By key: copies left out before the next try, and those still to leave out.
+        self._skips: dict[str, tuple[int, int]] = {}
         self._leaving: list[Callable[[], bool]] = []
 
     def __len__(self) -> int:
