@@ -1,0 +1,83 @@
+"""CUDA and ROCm as a device of the host tier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from flextensor_fx.errors import OffloadError
+from flextensor_fx.runtime.device import PinError
+
+_MAPPED_EVERYWHERE = 1  # cudaHostRegisterPortable: pinned for every device and context of the process
+
+
+class CudaDevice:
+    """One GPU, by way of torch.
+
+    Host memory is pinned where it lies, by the driver: torch's caching allocator of pinned memory rounds to powers of two.
+
+    Raises:
+        OffloadError: torch sees no such GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        count = torch.cuda.device_count()
+        index = torch.cuda.current_device() if device.index is None and count else device.index or 0
+        if index >= count:
+            raise OffloadError(
+                f"device {str(device)!r}: torch {torch.__version__} sees {count} CUDA device{'s' * (count != 1)} here; name one "
+                "of these, or leave the option out to run on the CPU"
+            )
+        self.device = torch.device("cuda", index)
+
+    def empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device=self.device)
+
+    def current_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device)
+
+    def new_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self.device)
+
+    def new_event(self) -> torch.cuda.Event:
+        return torch.cuda.Event()
+
+    def record(self, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
+        event.record(stream)
+
+    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        stream.wait_event(event)
+
+    def copy(self, into: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        before = torch.cuda.current_stream(self.device)
+        torch.cuda.set_stream(stream)
+        try:
+            into.copy_(source, non_blocking=True)
+        finally:
+            torch.cuda.set_stream(before)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def pin(self, address: int, nbytes: int) -> None:
+        # cudart() is None in a build of torch without CUDA, which sees no device either.
+        error = torch.cuda.cudart().cudaHostRegister(address, nbytes, _MAPPED_EVERYWHERE)  # pyright: ignore[reportOptionalMemberAccess]
+        if int(error) != 0:
+            raise PinError(f"the driver would not pin {nbytes} bytes: {torch.cuda.cudart().cudaGetErrorString(error)}")  # pyright: ignore[reportOptionalMemberAccess]
+
+    def unpin(self, address: int) -> None:
+        torch.cuda.cudart().cudaHostUnregister(address)  # pyright: ignore[reportOptionalMemberAccess]
+
+    def memory(self) -> tuple[int, int]:
+        free, total = torch.cuda.mem_get_info(self.device)
+        stats = torch.cuda.memory_stats(self.device)
+        # Parts of blocks that are in use are no use to a larger tensor, but those of whole free segments are.
+        unused = stats.get("reserved_bytes.all.current", 0) - stats.get("active_bytes.all.current", 0)
+        return free + unused, total
+
+    def peak_allocated(self) -> int:
+        return torch.cuda.max_memory_allocated(self.device)
