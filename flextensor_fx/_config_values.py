@@ -18,7 +18,15 @@ from .patterns import Role, parse_all
 _BUDGET = re.compile(
     r"(?P<number>\d+(?:\.\d+)?)\s*(?:(?P<prefix>[kmgt]?)(?P<binary>i?)b|(?P<percent>%))?", re.IGNORECASE
 )
-_BUDGET_FORMS = "None, bytes as an int, a size such as '2GiB' or '300MB', a share such as '25%' or a float in (0, 1]"
+_BUDGET_FORMS = (
+    "None, bytes as an int, a size such as '2GiB' or '300MB', a share such as '25%' or a float in (0, 1], a share of the "
+    "device's memory such as '80% of device', or 'auto'"
+)
+_OF_DEVICE = re.compile(r"(?P<share>.*%)\s*of\s+(?:the\s+)?device", re.IGNORECASE)
+OF_DEVICE = " of device"
+"""Ends the stored text of a budget that is a share of the device's memory."""
+AUTO = "auto"
+"""The budget that is what the device has free."""
 
 
 def refuse(who: str, expected: str, found: object, change: str) -> NoReturn:
@@ -86,6 +94,21 @@ def budget(who: str, value: Any) -> int | str | None:
     if value < 1:
         refuse(who, "at least 1 byte", value, "write None for no limit of your own, or a size such as '2GiB'")
     return value
+
+
+def optional_size(who: str, value: Any) -> int | None:
+    """Check bytes as an int or a size such as "2GiB", or None; returned as bytes."""
+    if value is None:
+        return None
+    found = budget(who, value) if isinstance(value, (int, str)) else None
+    if not isinstance(found, int):
+        refuse(who, "None, bytes as an int, or a size such as '2GiB'", value, "write None for no limit, or a size")
+    return found
+
+
+def optional_one_of(values: tuple[str, ...], who: str, value: Any) -> str | None:
+    """Check one of a few names, or None."""
+    return None if value is None else one_of(values, who, value)
 
 
 def count(least: int, who: str, value: Any) -> int:
@@ -166,11 +189,20 @@ def optional_options(who: str, value: Any) -> Options | None:
 def share_of(budget_value: int | str | None, selected_bytes: int) -> int | None:
     """Return the bytes that a checked budget stands for, rounded down; None stays None."""
     if isinstance(budget_value, str):
+        if budget_value == AUTO or budget_value.endswith(OF_DEVICE):
+            refuse(
+                "budget", "bytes or a share of the weights where no device is known", budget_value, "write one of these"
+            )
         return int(Decimal(budget_value.rstrip("%")) / 100 * selected_bytes)
     return budget_value
 
 
 def _budget_text(who: str, text: str) -> int | str:
+    if text.strip().lower() == AUTO:
+        return AUTO
+    of_device = _OF_DEVICE.fullmatch(text.strip())
+    if of_device is not None:
+        return f"{_budget_text(who, of_device['share'])}{OF_DEVICE}"
     match = _BUDGET.fullmatch(text.strip())
     if match is None:
         refuse(who, _BUDGET_FORMS, text, "give the unit in full: kB, MB, GB, TB or KiB, MiB, GiB, TiB")

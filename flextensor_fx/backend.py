@@ -20,8 +20,8 @@ from ._guards import guard_on_stand_ins, other_sources
 from .candidates import Roots
 from .captured import CapturedGraph, captured_costs, input_places, signature
 from .config import OffloadConfig
+from .device_rates import link_for, rates_of
 from .errors import SelectionError
-from .estimate import default_link
 from .gradients import differentiable_outputs, refuse_gradients
 from .graph_record import GraphRecord
 from .inner import Kind, compile_alone, compile_inner
@@ -183,7 +183,8 @@ def _open(
     stays |= {
         name: "the graph reads it from outside its module too" for node in _read_outside(named) for name in named[node]
     }
-    costs = captured_costs(module.graph, named, parameters, default_link(config.store_dir))
+    device = next(iter(parameters.values())).device
+    costs = captured_costs(module.graph, named, parameters, link_for(config, device), rates_of(device))
     session = Session.open(roots, config, costs, stays, streams_all)
     for root in roots.modules.values():
         registry.sessions[root] = session
@@ -268,7 +269,8 @@ class _Compilation:
             # A call that records gradients is refused its backward; a leaf inside its graph would only make one be compiled.
             flagged = [] if torch.is_grad_enabled() else [n for n, w in streamed.items() if w.value.requires_grad]
             trainable = frozenset(copies[node] for node in flagged)
-            pipeline.apply(partial(place_fetches, weights=specs, trainable=trainable))
+            packed = {key: place for session in self.sessions.values() for key, place in session.packed().items()}
+            pipeline.apply(partial(place_fetches, weights=specs, trainable=trainable, packed=packed))
         kept = [place for place, node in enumerate(placeholders) if node not in streamed]
         # An offloaded weight that is no fetch (the graph changes it) comes in as a tensor over the store's file.
         examples = [v.plain() if isinstance(v := inputs[place], OffloadedParameter) else v for place in kept]
@@ -293,6 +295,7 @@ class _Compilation:
                 {n: [w.name] for n, w in own.items()},
                 {n: w.value for n, w in own.items()},
                 session.costs.link,
+                rates_of(session.tier.device),
             )
             session.captured.append(CapturedGraph(name, costs))
         return name

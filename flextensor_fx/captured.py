@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, strided
 from torch.fx import Graph, Node
 
 from . import _sources
-from .estimate import compute_rate, step_costs
+from .estimate import Rates, step_costs
+from .passes.activation_peak import activation_peak
 from .passes.collect_uses import collect_uses
 from .passes.fetches import FetchSpec
 from .passes.realized import captured_elementwise, captured_realized
@@ -20,12 +22,16 @@ _OF_MODULES = ("_modules", "_parameters", "_buffers")
 
 @dataclass(frozen=True)
 class Costs:
-    """What a plan is made from: steps that use each weight (by name), ms per step, the link, and `fused` as in `plan`."""
+    """What a plan is made from: steps that use each weight (by name), ms per step, the link, and `fused` as in `plan`.
+
+    `activation_bytes` are at most alive at once; None where no graph tells.
+    """
 
     steps_of: Mapping[str, tuple[int, ...]]
     step_ms: Sequence[float]
     link: Link
     fused: frozenset[str] = frozenset()
+    activation_bytes: int | None = None
 
     def step_labels(self, label_of: Mapping[str, str], before: str = "") -> list[str]:
         """The label of each step: that of the first weight in `label_of` that it uses, or of the step before it if it uses none.
@@ -59,7 +65,7 @@ class CapturedGraph:
 
 
 def captured_costs(
-    graph: Graph, names: Mapping[Node, Sequence[str]], parameters: Mapping[Node, Tensor], link: Link
+    graph: Graph, names: Mapping[Node, Sequence[str]], parameters: Mapping[Node, Tensor], link: Link, rates: Rates
 ) -> Costs:
     """Estimates of a captured graph.
 
@@ -67,6 +73,7 @@ def captured_costs(
         names: of the weight that each placeholder stands for.
         parameters: their values; only shapes and dtypes are read.
         link: what copies are thought to cost.
+        rates: of the device that computes.
     """
     specs = {
         node: FetchSpec(names[node][0], tuple(p.shape), (), p.dtype, p.device)
@@ -85,7 +92,8 @@ def captured_costs(
         if all(captured_elementwise(consumer.node) for consumer in use.consumers)
         for name in names[use.node]
     }
-    return Costs(steps_of, step_costs(graph, uses, compute_rate()), link, frozenset(fused))
+    activations = activation_peak(graph, keeps_all=torch.is_grad_enabled())
+    return Costs(steps_of, step_costs(graph, uses, rates), link, frozenset(fused), activations)
 
 
 def input_places(placeholders: Sequence[Node]) -> tuple[int, ...]:

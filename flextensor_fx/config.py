@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from . import _config_sources, _config_values
+from .device_memory import DeviceMemory
 from .errors import ConfigError
 
 
@@ -42,12 +43,13 @@ class OffloadConfig:
     """Patterns of what stays resident all the same."""
 
     budget: int | float | str | None = field(default=None, metadata=_checked(_config_values.budget, shapes_graph=True))
-    """Most bytes of selected weights on the device: an int or "2GiB", or a share of them: "25%", 0.25; None: chosen."""
+    """Most bytes of selected weights on the device: an int or "2GiB"; a share of them: "25%", 0.25; a share of the device's
+    memory: "80% of device"; "auto": what the device has free beside activations and a margin; None: chosen."""
 
     device: str | torch.device | None = field(
         default=None, metadata=_checked(_config_values.optional_device, shapes_graph=True)
     )
-    """The compute device; None is where the model's inputs are."""
+    """The compute device, such as "cuda"; None is where the model's weights are. `offload` moves the model there."""
 
     lookahead: int | None = field(
         default=None, metadata=_checked(partial(_config_values.optional_count, 0), shapes_graph=True)
@@ -65,6 +67,21 @@ class OffloadConfig:
     )
     """"single": a call starts with nothing prefetched. "steady": calls follow one another, and the end of one starts the first
     copies of the next."""
+
+    store: str | None = field(
+        default=None,
+        metadata=_checked(partial(_config_values.optional_one_of, ("disk", "host")), shapes_graph=True),
+    )
+    """Where offloaded weights lie: "disk", in files, or "host", in host memory; None: in files where the device is the CPU, else
+    in host memory."""
+
+    host_budget: int | str | None = field(
+        default=None, metadata=_checked(_config_values.optional_size, shapes_graph=False)
+    )
+    """Most bytes of host memory that a store there may take; what goes beyond lies in mapped files. None: no limit."""
+
+    pin_memory: bool = field(default=True, metadata=_checked(_config_values.flag, shapes_graph=False))
+    """Pin the host memory of a store, so that copies run beside the host."""
 
     store_dir: str | os.PathLike[str] | None = field(
         default=None, metadata=_checked(_config_values.optional_path, shapes_graph=False)
@@ -125,7 +142,7 @@ class OffloadConfig:
                 or JSON, booleans as 0/1/true/false/yes/no, "none" for None, inner_options as JSON.
 
         Raises:
-            ConfigError: an unknown name, a value out of range, an unreadable file, or a device other than the CPU.
+            ConfigError: an unknown name, a value out of range, or an unreadable file.
         """
         if isinstance(overrides, OffloadConfig):
             if file is not None:
@@ -133,7 +150,7 @@ class OffloadConfig:
                     f"configuration: expected a file or a whole OffloadConfig, found both (file {os.fspath(file)!r}); "
                     "pass a mapping of the values that should override the file's"
                 )
-            return overrides._require_cpu()
+            return overrides
         if overrides is not None and not isinstance(overrides, Mapping):
             _config_values.refuse(
                 "options", "a mapping or an OffloadConfig", overrides, "write {'include_patterns': [...]}"
@@ -158,7 +175,7 @@ class OffloadConfig:
             _refuse_unknown(values, set(fields), "", origin)
             for name, value in values.items():
                 merged[name] = fields[name].metadata["check"](f"option {name!r} in {origin}", value)
-        return cls(**merged)._require_cpu()
+        return cls(**merged)
 
     def overlaid(self, options: Mapping[str, Any] | OffloadConfig | None, store: str) -> OffloadConfig:
         """Return the configuration for compiling a model that was offloaded with this one: `options` for the inner compiler.
@@ -183,6 +200,9 @@ class OffloadConfig:
             "min_stream_bytes",
             "objective",
             "profile",
+            "store",
+            "host_budget",
+            "pin_memory",
             "store_dir",
         ):
             if getattr(changed, name) != getattr(self, name):
@@ -192,10 +212,27 @@ class OffloadConfig:
                 )
         return changed
 
-    def budget_bytes(self, selected_bytes: int) -> int | None:
-        """Return the budget in bytes, a share taken of `selected_bytes` and rounded down; None when none is set."""
-        assert not isinstance(self.budget, float)  # stored as percent text
-        return _config_values.share_of(self.budget, selected_bytes)
+    def budget_bytes(self, selected_bytes: int, memory: DeviceMemory | None = None) -> int | None:
+        """Return the budget in bytes, rounded down; None when none is set.
+
+        Args:
+            selected_bytes: what a share of the weights is taken of.
+            memory: what a share of the device and "auto" go by; these need it.
+        """
+        budget = self.budget
+        assert not isinstance(budget, float)  # stored as percent text
+        if not isinstance(budget, str) or not self.budget_is_of_device:
+            return _config_values.share_of(budget, selected_bytes)
+        assert memory is not None
+        if budget == _config_values.AUTO:
+            return memory.room
+        return _config_values.share_of(budget.removesuffix(_config_values.OF_DEVICE), memory.total)
+
+    @property
+    def budget_is_of_device(self) -> bool:
+        """Whether the budget hangs on the memory of the device."""
+        budget = self.budget
+        return isinstance(budget, str) and (budget == _config_values.AUTO or budget.endswith(_config_values.OF_DEVICE))
 
     def asdict(self) -> dict[str, Any]:
         """Return all fields as JSON values; `OffloadConfig` of them, also after a trip through JSON, is equal."""
@@ -212,14 +249,6 @@ class OffloadConfig:
         width = max(len(entry.name) for entry in dataclasses.fields(self))
         rows = (f"{name.ljust(width)}  {value!r}" for name, value in self.asdict().items())
         return "\n".join(["configuration:", *rows])
-
-    def _require_cpu(self) -> OffloadConfig:
-        if self.device is not None and torch.device(self.device).type != "cpu":
-            raise ConfigError(
-                f"option 'device': expected 'cpu' or None, found {self.device!r}; this version streams weights from "
-                "disk to the memory of the CPU only, so set device='cpu' or leave it out"
-            )
-        return self
 
 
 def _plain(value: Any) -> Any:

@@ -14,11 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ._json_files import JsonFormat
-from .errors import ProfileError
 from .link_curve import kept_link
-from .machine import Machine
-from .machine_cache import keep, kept_file, read_kept
 from .passes.aliasing import may_alias
 from .passes.collect_uses import Uses
 from .passes.metadata import is_tensor, value_of
@@ -27,7 +23,6 @@ from .simulate import Link
 _SIDE = 512
 _DISK_BYTES_PER_MS = 1.5e6
 _DISK_LATENCY_MS = 0.1
-_MEMORY_BYTES_PER_MS = 1e7  # what a core or two read
 _WRITTEN = 0.3  # share of the elementwise results that are written out, and not fused into what reads them
 _PRODUCTS = frozenset("matmul __matmul__ bmm mm baddbmm einsum".split())
 
@@ -38,29 +33,12 @@ def default_link(store_dir: str | os.PathLike[str] | None = None) -> Link:
     return Link(_DISK_LATENCY_MS, _DISK_BYTES_PER_MS, "estimated") if kept is None else kept.link
 
 
-@dataclass(frozen=True)
-class _Compute:
-    """What `measure_compute` has found on a machine."""
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a device does per ms: floating-point operations of a matrix product, and bytes that it reads or writes."""
 
-    machine: Machine
     flops_per_ms: float
-
-
-_COMPUTE = JsonFormat(_Compute, "compute rate", 1, ProfileError, "compute_rate", "measure again")
-
-
-def compute_rate() -> float:
-    """Floating-point operations per ms of a matrix product on this machine: as measured once, and kept.
-
-    Kept, since a plan must not change from one process to the next because of noise, or no compile cache would hit.
-    """
-    here, file = Machine.here(), kept_file("compute")
-    kept = read_kept(file, _COMPUTE)
-    if kept is not None and kept.machine == here and kept.flops_per_ms > 0:
-        return kept.flops_per_ms
-    found = measure_compute()
-    keep(file, _COMPUTE, _Compute(here, found))
-    return found
+    bytes_per_ms: float
 
 
 def measure_compute() -> float:
@@ -75,7 +53,7 @@ def measure_compute() -> float:
     return 2.0 ** (round(2 * math.log2(2 * _SIDE**3 / (seconds * 1000))) / 2)
 
 
-def step_costs(graph: Graph, uses: Uses, flops_per_ms: float) -> list[float]:
+def step_costs(graph: Graph, uses: Uses, rates: Rates) -> list[float]:
     """Estimated ms of each step of a captured graph, from the nodes' shapes.
 
     1. A product with a weight takes its floating-point operations, at least the reading of the weight.
@@ -91,19 +69,19 @@ def step_costs(graph: Graph, uses: Uses, flops_per_ms: float) -> list[float]:
             matrix = len(use.spec.size) > 1 and _multiplies(consumer.node)
             width = math.prod(use.spec.size) / max(channels, 1) if matrix else 1.0
             # A product of few rows is bound by reading its weight.
-            least = use.spec.nbytes / _MEMORY_BYTES_PER_MS if matrix else 0.0
-            costs[consumer.step] += max(2 * elements * width / flops_per_ms, least)
+            least = use.spec.nbytes / rates.bytes_per_ms if matrix else 0.0
+            costs[consumer.step] += max(2 * elements * width / rates.flops_per_ms, least)
     starts = {node: step for step, node in enumerate(uses.steps)}
     of_weights = {node for use in uses.fetches for node in use.weight_work}
     step = 0
     for node in graph.nodes:
         step = starts.get(node, step)
         if node.op in ("call_function", "call_method") and node not in starts and node not in of_weights:
-            costs[step] += _work_ms(node, flops_per_ms)
+            costs[step] += _work_ms(node, rates)
     return costs
 
 
-def _work_ms(node: Node, flops_per_ms: float) -> float:
+def _work_ms(node: Node, rates: Rates) -> float:
     """Estimated ms of a node that reads no weight."""
     if may_alias(node) or not is_tensor(node):
         return 0.0
@@ -113,10 +91,10 @@ def _work_ms(node: Node, flops_per_ms: float) -> float:
     given = [value for value in inputs if isinstance(value, Node) and is_tensor(value)]
     shapes = [[_hint(extent) for extent in value_of(source).shape] for source in given]
     if name == "scaled_dot_product_attention" and len(shapes) > 1 and len(shapes[1]) > 1:
-        return 4 * math.prod(shapes[0]) * shapes[1][-2] / flops_per_ms  # queries by keys, and scores by values
+        return 4 * math.prod(shapes[0]) * shapes[1][-2] / rates.flops_per_ms  # queries by keys, and scores by values
     if name in _PRODUCTS and shapes and shapes[0]:
-        return 2 * elements * shapes[0][-1] / flops_per_ms
-    return elements * value_of(node).dtype.itemsize * _WRITTEN / _MEMORY_BYTES_PER_MS
+        return 2 * elements * shapes[0][-1] / rates.flops_per_ms
+    return elements * value_of(node).dtype.itemsize * _WRITTEN / rates.bytes_per_ms
 
 
 def _timed(call: Any) -> float:

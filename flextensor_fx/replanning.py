@@ -15,7 +15,7 @@ from .captured import Costs
 from .errors import BudgetError, StoreError
 from .passes.schedule import least_pool, schedule, windows_of
 from .passes.steady_schedule import circular_windows, least_steady_pool, steady_schedule
-from .runtime.engine import EngineStats
+from .runtime.stats import EngineStats
 from .runtime.trace import Event
 from .session import Session
 from .session_plan import costs_of

@@ -15,7 +15,7 @@ from .passes.schedule import Schedule, format_bytes, format_table, least_pool, s
 from .passes.steady_schedule import steady_schedule
 from .planner import Plan
 from .recording import one_session
-from .runtime.engine import EngineStats
+from .runtime.stats import EngineStats
 from .selection import Selection
 from .session import Session
 from .timeline import START, Provenance, Timeline, predicted_timeline

@@ -28,21 +28,25 @@ from ._sources import storage_key
 from .candidates import Candidate, Roots, Slot, find_candidates
 from .captured import CapturedGraph, Costs
 from .config import OffloadConfig
-from .errors import OffloadError
-from .estimate import default_link
+from .device_memory import DeviceMemory
+from .device_rates import link_for
+from .errors import StoreError
 from .graph_record import GraphRecord
+from .packing import find_packs, places
+from .passes.fetches import Packed
 from .planner import Plan
 from .profile import Profile
 from .runtime import op_implementations, registry
 from .runtime.engine import Engine
+from .runtime.host_engine import HostEngine
+from .runtime.host_store import Pack
 from .runtime.in_place import find_in_place
 from .runtime.layout import WeightSpec
 from .runtime.parameter import OffloadedParameter
-from .runtime.session_dir import SessionDir
-from .runtime.store import Store
 from .runtime.trace import Recorder
 from .selection import Selection, select
 from .session_plan import check_profile, completed, costs_of, plan_weights, shape_of
+from .tiers import Tier, add_weights
 
 AUTO = "auto"
 """The profile of a session that measures its first calls."""
@@ -66,6 +70,8 @@ class Session:
         roots: held weakly; see `Roots`.
         selection, candidates: what the patterns chose.
         plan: for the whole model; None until the first.
+        tier: where the weights lie, and the device that computes.
+        memory: of the device, as it was before anything was moved.
         graphs: one record per compiled graph, in the order compiled.
         captured: one per graph that Dynamo captured and that streams something, in the same order.
         watcher: sees the calls of a session that is to plan from what they take.
@@ -80,9 +86,11 @@ class Session:
     unit_of: Mapping[str, str]
     costs: Costs
     plan: Plan
+    tier: Tier
+    memory: DeviceMemory
     streams_all: bool = False
     lock: threading.RLock = field(default_factory=threading.RLock)
-    engine: Engine | None = None
+    engine: Engine | HostEngine | None = None
     graphs: list[GraphRecord] = field(default_factory=list)
     captured: list[CapturedGraph] = field(default_factory=list)
     watcher: Watcher | None = None
@@ -99,6 +107,7 @@ class Session:
     _signature: object = None
     _pool_floor: int = 0
     _page_pool: int = 0
+    _packed: Mapping[str, Packed] = field(default_factory=dict)
 
     # --- making one ------------------------------------------------------------------------------------------------
     @classmethod
@@ -109,6 +118,8 @@ class Session:
         costs: Costs | None,
         stays: Mapping[str, str],
         streams_all: bool = False,
+        *,
+        moves: bool = False,
     ) -> Session:
         """Selects and plans; moves nothing.
 
@@ -117,12 +128,13 @@ class Session:
                 there are planned behind it, in the model's order.
             stays: weights that cannot be offloaded for a reason that only the graph knows.
             streams_all: plans as if there were no budget, unless that would exceed the budget.
+            moves: whether the model is about to be moved to the configured device.
 
         Raises:
             SelectionError, PatternError: nothing is selected, or a pattern is malformed.
             ProfileError: the profile to plan from cannot be read, or is of another model.
             BudgetError: no schedule exists within the budget.
-            OffloadError: the weights lie on several devices, or not on the CPU.
+            OffloadError, ConfigError: the weights lie on several devices, or not where the options say.
         """
         profile = None if config.profile in (None, AUTO) else Profile.load(str(config.profile))
         if profile is not None and not config.include_patterns:
@@ -132,15 +144,16 @@ class Session:
             )
         selection = select(roots.tree(), config.include_patterns, config.exclude_patterns)
         candidates = find_candidates(roots, selection)
-        _require_cpu(candidates)
+        tier = Tier(config, candidates, moves=moves)
         unit_of, nbytes, fixed = _facts(candidates, stays)
         uid = registry.free_uid(_fingerprint(roots, candidates))
         if profile is not None:
-            check_profile(profile, str(config.profile), candidates, fixed)
+            check_profile(profile, str(config.profile), candidates, fixed, str(tier.device))
             costs = costs_of(profile)
-        costs = completed(costs or Costs({}, (), default_link(config.store_dir)), nbytes)
-        plan = plan_weights(config, costs, nbytes, fixed, 0, streams_all=streams_all)
-        session = cls(uid, config, selection, nbytes, fixed, unit_of, costs, plan, streams_all)
+        costs = completed(costs or Costs({}, (), link_for(config, tier.device)), nbytes)
+        memory = tier.memory(candidates, costs.activation_bytes)
+        plan = plan_weights(config, costs, nbytes, fixed, memory, 0, streams_all=streams_all)
+        session = cls(uid, config, selection, nbytes, fixed, unit_of, costs, plan, tier, memory, streams_all)
         session._roots = {prefix: weakref.ref(module) for prefix, module in roots.modules.items()}
         session._stays_by_graph = dict(stays)
         session._signature = _signature(roots)
@@ -166,11 +179,13 @@ class Session:
         if signature != self._signature:
             selection = select(roots.tree(), self.config.include_patterns, self.config.exclude_patterns)
             candidates = find_candidates(roots, selection, "" if self.engine is None else self.engine.instance)
-            _require_cpu(candidates)
+            self.tier.check(candidates)
             unit_of, nbytes, stays = _facts(candidates, self._stays_by_graph)
             costs = completed(self.costs, nbytes)
             known = frozenset(moved.keys() & nbytes.keys())
-            self.plan = plan_weights(self.config, costs, nbytes, stays, self._pool_floor, known, self.streams_all)
+            self.plan = plan_weights(
+                self.config, costs, nbytes, stays, self.memory, self._pool_floor, known, self.streams_all
+            )
             self.selection, self.costs, self.unit_of, self.nbytes, self.stays = selection, costs, unit_of, nbytes, stays
             self._signature = signature
         self._moved = {name: parameter for name, parameter in moved.items() if name in self.nbytes}
@@ -257,7 +272,9 @@ class Session:
             raise AssertionError(f"a pool of {self._pool_floor} bytes was refused, although only {least} are needed")
         self._pool_floor = least
         moved = frozenset(self._moved)
-        self.plan = plan_weights(self.config, self.costs, self.nbytes, self.stays, least, moved, self.streams_all)
+        self.plan = plan_weights(
+            self.config, self.costs, self.nbytes, self.stays, self.memory, least, moved, self.streams_all
+        )
 
     def planned(self, costs: Costs) -> Plan:
         """The plan from other costs, which need not leave a weight where it is.
@@ -265,7 +282,7 @@ class Session:
         Raises:
             BudgetError: the budget cannot work with them.
         """
-        return plan_weights(self.config, costs, self.nbytes, self.stays, self._pool_floor)
+        return plan_weights(self.config, costs, self.nbytes, self.stays, self.memory, self._pool_floor)
 
     def adopt(self, costs: Costs, plan: Plan) -> None:
         """Takes a plan from `planned`: moves weights to the store and back, and has every graph compiled anew.
@@ -323,44 +340,63 @@ class Session:
         Raises:
             StoreError: the disk is full or fails. Weights moved so far stay moved and right; the rest stays in memory.
         """
-        streamed = self.streamed
-        pending = [
-            c for c in self.candidates() if c.name in streamed and not isinstance(c.parameter, OffloadedParameter)
-        ]
+        pending = self._pending()
         if not pending:
             return []
-        files = self._files_of(pending) if in_place else {}
+        files = self._files_of(pending) if in_place and not self.tier.on_host else {}
         keys = {c.name: self.key(c.name) for c in pending}  # as the graph has them: the store is still without them
-        specs = [c.spec(keys[c.name]) for c in pending if c.name not in files]
-        new = [WeightSpec(spec.key, spec.size, spec.stride, spec.dtype) for spec in specs]
+        packs = self._packs(pending)
+        packed = places(packs, self.tier.device)
+        alone = [c for c in pending if c.name not in files and keys[c.name] not in packed]
+        new = [WeightSpec(keys[c.name], tuple(p.shape), p.stride(), p.dtype) for c in alone for p in [c.parameter]]
+        engine = self.engine
+        if engine is None:
+            engine = self.tier.open_engine(self.config, self.uid, max(self._page_pool, self.pool))
+        try:
+            add_weights(engine, new, packs)
+        except StoreError:
+            if self.engine is None:
+                engine.close()
+            raise
         if self.engine is None:
-            store = Store.create(SessionDir(self.config.store_dir), new, direct_io=self.config.direct_io)
-            self.engine = Engine(
-                self.uid, store, max(self._page_pool, self.pool), read_threads=self.config.read_threads
-            )
-            registry.register(self.engine)
-        elif new:
-            self.engine.store.add(new)
+            self.engine = engine
+            registry.register(engine)
+        self._packed = {**self._packed, **packed}
         for path in sorted({path for path, _ in files.values()}):
             entries = {keys[name]: entry for name, (file, entry) in files.items() if file == path}
-            self.engine.store.attach(path, entries)
-        return [pair for c in pending for pair in self._move(c, keys[c.name], self.engine, c.name in files)]
+            assert isinstance(engine, Engine)
+            engine.store.attach(path, entries)
+        pairs = [pair for c in pending for pair in self._move(c, keys[c.name], engine, c.name in files)]
+        engine.seal()
+        return pairs
+
+    def _pending(self) -> list[Candidate]:
+        """What the plan streams and is still in memory."""
+        streamed = self.streamed
+        return [c for c in self.candidates() if c.name in streamed and not isinstance(c.parameter, OffloadedParameter)]
+
+    def _packs(self, pending: Sequence[Candidate]) -> tuple[Pack, ...]:
+        return find_packs(pending, self.key, lambda group: self.key(f"{group} together")) if self.tier.on_host else ()
+
+    def packed(self) -> Mapping[str, Packed]:
+        """The place in its pack of each weight that does not travel alone, or will not once it has moved; by its key."""
+        return {**self._packed, **places(self._packs(self._pending()), self.tier.device)}
 
     def _files_of(self, pending: Sequence[Candidate]) -> dict[str, tuple[str, str]]:
         unshared = {c.name: c.parameter for c in pending if c.parameter.is_contiguous() and not _held_elsewhere(c)}
         return find_in_place(unshared)
 
     def _move(
-        self, candidate: Candidate, key: str, engine: Engine, in_place: bool
+        self, candidate: Candidate, key: str, engine: Engine | HostEngine, in_place: bool
     ) -> list[tuple[Tensor, OffloadedParameter]]:
         olds = [slot.parameter for slot in candidate.slots]
         if not in_place:
             engine.write(key, olds[0].detach())
-        stand_in = OffloadedParameter.of(olds[0], key, engine)
+        stand_in = OffloadedParameter.of(olds[0], key, engine, self.tier.device)
         self._moved[candidate.name] = self._stand_ins[key] = stand_in
         if _is_plain(olds[0]):
             self._originals[key] = TensorWeakRef(olds[0])
-        alias = None if in_place else engine.mapped(key)
+        alias = None if in_place else engine.host_value(key)
         for slot, old in zip(candidate.slots, olds, strict=True):
             slot.put(stand_in)
             if alias is None:
@@ -388,7 +424,7 @@ class Session:
         self.engine = None
         engine.close()
 
-    def _bring_back(self, keys: Set[str], engine: Engine) -> None:
+    def _bring_back(self, keys: Set[str], engine: Engine | HostEngine) -> None:
         """Puts plain parameters in the place of stand-ins, one at a time."""
         returned = _ReturnedValues()
         slots: dict[int, list[Slot]] = {}
@@ -468,12 +504,3 @@ def _fingerprint(roots: Roots, candidates: Sequence[Candidate]) -> str:
     names = "-".join(type(module).__name__ for module in roots.modules.values())
     text = "\n".join(f"{c.name} {shape_of(c.parameter)} {c.parameter.dtype}" for c in candidates)
     return f"{names}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
-
-
-def _require_cpu(candidates: Sequence[Candidate]) -> None:
-    for candidate in candidates:
-        if candidate.stays is None and candidate.parameter.device.type != "cpu":
-            raise OffloadError(
-                f"offload: this version streams from disk to RAM: expected weights on the CPU, found {candidate.name} on "
-                f"{candidate.parameter.device}; load its values and move the model to the CPU first"
-            )

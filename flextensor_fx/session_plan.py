@@ -14,6 +14,7 @@ from ._sources import nbytes as bytes_of
 from .candidates import Candidate
 from .captured import Costs
 from .config import OffloadConfig
+from .device_memory import DeviceMemory
 from .errors import BudgetError
 from .passes.schedule import format_bytes
 from .planner import Objective, Plan, plan
@@ -25,6 +26,7 @@ def plan_weights(
     costs: Costs,
     nbytes: Mapping[str, int],
     stays: Mapping[str, str],
+    memory: DeviceMemory,
     pool_floor: int,
     moved: frozenset[str] = frozenset(),
     streams_all: bool = False,
@@ -33,6 +35,7 @@ def plan_weights(
 
     Args:
         nbytes: by name of each selected weight.
+        memory: what a budget that hangs on the device goes by.
         stays: why weights must stay resident, by name.
         pool_floor: bytes that the pool must have.
         moved: weights that have left memory, and must stay streamed.
@@ -42,7 +45,7 @@ def plan_weights(
         BudgetError: no schedule exists within the budget.
     """
     uses = [(name, size, costs.steps_of[name]) for name, size in nbytes.items()]
-    budget = config.budget_bytes(sum(nbytes.values()))
+    budget = config.budget_bytes(sum(nbytes.values()), memory)
 
     def within(budget: int | None) -> Plan:
         return plan(
@@ -64,6 +67,8 @@ def plan_weights(
             made = within(budget)
     except BudgetError as error:
         text = f"{error}"
+        if config.budget_is_of_device:
+            text += f" The budget is {config.budget!r}: {memory}."
         if stays:
             kept = sum(nbytes[name] for name in stays)
             text += f" Of the selected weights {format_bytes(kept)} cannot be offloaded: " + "; ".join(
@@ -95,13 +100,15 @@ def profiled(
     )
 
 
-def check_profile(found: Profile, file: str, candidates: Sequence[Candidate], stays: Mapping[str, str]) -> None:
+def check_profile(
+    found: Profile, file: str, candidates: Sequence[Candidate], stays: Mapping[str, str], device: str
+) -> None:
     """Warns of a profile of another machine.
 
     Raises:
         ProfileError: it is of other weights.
     """
-    found.check_fits(profiled(candidates, stays, frozenset()), str(torch.__version__), "cpu")
+    found.check_fits(profiled(candidates, stays, frozenset()), str(torch.__version__), device)
     if found.foreign:
         warnings.warn(
             f"flextensor: the profile {file!r} was taken on another machine ({found.machine}); times here may differ",
@@ -124,7 +131,7 @@ def completed(costs: Costs, nbytes: Mapping[str, int]) -> Costs:
         if name not in steps_of:
             steps_of[name] = (len(step_ms),)
             step_ms.append(costs.link.copy_ms(size))
-    return Costs(steps_of, step_ms, costs.link, costs.fused)
+    return Costs(steps_of, step_ms, costs.link, costs.fused, costs.activation_bytes)
 
 
 def shape_of(parameter: Tensor) -> tuple[int, ...] | None:

@@ -9,7 +9,7 @@ from .link_curve import link_of
 from .link_profile import LinkPoint, LinkProfile, fit_link
 from .machine import Machine
 from .profile import Profile
-from .runtime.engine import EngineStats
+from .runtime.stats import EngineStats
 from .runtime.trace import Event
 from .session import Session
 from .session_plan import profiled

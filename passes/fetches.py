@@ -44,6 +44,19 @@ class FetchSpec:
         return FetchSpec(key, tuple(size), tuple(stride), dtype, device)  # pyright: ignore[reportArgumentType]
 
 
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """The place of a weight in a pack of small ones, which is fetched as a whole.
+
+    Fields:
+        pack: what that fetch yields: one flat tensor.
+        offset: of the weight's first element in it.
+    """
+
+    pack: FetchSpec
+    offset: int
+
+
 def fetch_nodes(graph: Graph) -> Iterator[Node]:
     """The fetch nodes of `graph`, in its order."""
     return (node for node in graph.nodes if node.op == "call_function" and node.target is ops.fetch)

@@ -11,7 +11,7 @@ from flextensor_fx.graph_record import GraphRecord
 from flextensor_fx.passes.schedule import schedule, windows_of
 from flextensor_fx.planner import Plan
 from flextensor_fx.report import Report, UnitReport
-from flextensor_fx.runtime.engine import EngineStats
+from flextensor_fx.runtime.stats import EngineStats
 from flextensor_fx.selection import Excluded, Match, Selection, Unit, Unmatched
 from flextensor_fx.simulate import Link, simulate
 from flextensor_fx.timeline import Timeline, predicted_timeline

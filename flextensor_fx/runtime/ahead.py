@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-from flextensor_fx.runtime.arena import Arena, Block
-
-if TYPE_CHECKING:
-    from flextensor_fx.runtime.reader import Transfer
+from typing import Generic, Protocol, TypeVar
 
 _MOST_SKIPPED = 63
 _POLL_S = 0.0002
 
 
-class Ahead:
+class Keyed(Protocol):
+    """A transfer, as far as it matters here."""
+
+    @property
+    def key(self) -> str:
+        """Of its weight."""
+        ...
+
+
+T = TypeVar("T", bound=Keyed)
+
+
+class Ahead(Generic[T]):
     """Transfers by key, in the order in which the next call needs them.
 
     A copy that is dropped unread was made for nothing, as happens where calls of two graphs alternate. The next one of its key is
@@ -24,16 +31,17 @@ class Ahead:
     Dictionary steps are single steps of the interpreter: backwards, which hold no lock, may take and drop on their own threads.
 
     Args:
-        arena: that the blocks of the transfers are from.
+        leave: called with each transfer that is dropped; what tells whether its memory is still taken, None if that is back
+            at once.
 
     Attributes:
         dropped: how many were dropped so far.
     """
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, leave: Callable[[T], Callable[[], bool] | None]) -> None:
         self.dropped = 0
-        self._arena = arena
-        self._held: dict[str, Transfer] = {}
+        self._leave_by = leave
+        self._held: dict[str, T] = {}
         # By key: copies left out before the next try, and those still to leave out.
         self._skips: dict[str, tuple[int, int]] = {}
         self._leaving: list[Callable[[], bool]] = []
@@ -41,7 +49,7 @@ class Ahead:
     def __len__(self) -> int:
         return len(self._held)
 
-    def items(self) -> list[tuple[str, Transfer]]:
+    def items(self) -> list[tuple[str, T]]:
         """What is held now."""
         return list(self._held.items())
 
@@ -59,11 +67,11 @@ class Ahead:
             self._skips[key] = length, left - 1
         return left > 0
 
-    def put(self, transfer: Transfer) -> None:
+    def put(self, transfer: T) -> None:
         """Holds `transfer`, which is needed after all that are held."""
         self._held[transfer.key] = transfer
 
-    def take(self, key: str) -> Transfer | None:
+    def take(self, key: str) -> T | None:
         """The transfer of `key`, no longer held; None if there is none."""
         if not self._held:
             return None
@@ -85,21 +93,22 @@ class Ahead:
         length, _ = self._skips.get(key, (0, 0))
         length = min(2 * length + 1, _MOST_SKIPPED)
         self._skips[key] = length, length
-        self._leave(transfer.block)
+        self._leave(transfer)
         return key
 
     def discard(self, key: str) -> bool:
         """Drops the transfer of `key`, whose bytes may no longer be the weight's; False if none is held."""
         transfer = self._held.pop(key, None)
         if transfer is not None:
-            self._leave(transfer.block)
+            self._leave(transfer)
         return transfer is not None
 
-    def _leave(self, block: Block | None) -> None:
-        assert block is not None, "a transfer is held without memory"
+    def _leave(self, transfer: T) -> None:
         self.dropped += 1
         self._forget_returned()
-        self._leaving.append(self._arena.watch(block.address))
+        taken = self._leave_by(transfer)
+        if taken is not None:
+            self._leaving.append(taken)
 
     @property
     def leaving(self) -> bool:

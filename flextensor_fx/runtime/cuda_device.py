@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from flextensor_fx.errors import OffloadError
 from flextensor_fx.runtime.device import PinError
 
-_MAPPED_EVERYWHERE = 1  # cudaHostRegisterPortable: pinned for every device and context of the process
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 
 
 class CudaDevice:
@@ -30,6 +32,7 @@ class CudaDevice:
                 "of these, or leave the option out to run on the CPU"
             )
         self.device = torch.device("cuda", index)
+        self.shares_memory = False
 
     def empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(size, stride, dtype=dtype, device=self.device)
@@ -64,13 +67,29 @@ class CudaDevice:
         return torch.cuda.is_current_stream_capturing()
 
     def pin(self, address: int, nbytes: int) -> None:
-        # cudart() is None in a build of torch without CUDA, which sees no device either.
-        error = torch.cuda.cudart().cudaHostRegister(address, nbytes, _MAPPED_EVERYWHERE)  # pyright: ignore[reportOptionalMemberAccess]
-        if int(error) != 0:
-            raise PinError(f"the driver would not pin {nbytes} bytes: {torch.cuda.cudart().cudaGetErrorString(error)}")  # pyright: ignore[reportOptionalMemberAccess]
+        with torch.cuda.device(self.device):
+            error = self._runtime.cudaHostRegister(address, nbytes, _PORTABLE)
+            if int(error) == 0:
+                return
+            with contextlib.suppress(RuntimeError):
+                # The runtime keeps the error, and the next kernel of anybody would be blamed for it. This one is.
+                torch.empty(1, device=self.device).fill_(0)
+        raise PinError(f"the driver would not pin {nbytes} bytes: {self._runtime.cudaGetErrorString(error)}")
 
     def unpin(self, address: int) -> None:
-        torch.cuda.cudart().cudaHostUnregister(address)  # pyright: ignore[reportOptionalMemberAccess]
+        self._runtime.cudaHostUnregister(address)
+
+    @property
+    def _runtime(self) -> Any:
+        return torch.cuda.cudart()
+
+    def mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return event
+
+    def ms_between(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return begin.elapsed_time(end)
 
     def memory(self) -> tuple[int, int]:
         free, total = torch.cuda.mem_get_info(self.device)

@@ -6,6 +6,8 @@ file and a line in `open_device`, and a model of streams can stand in for all of
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -23,9 +25,11 @@ class Device(Protocol):
 
     Attributes:
         device: with its index.
+        shares_memory: whether code on the device reads and writes host memory as it is.
     """
 
     device: torch.device
+    shares_memory: bool
 
     def empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory from torch's allocator, on the stream that is current: with its last reference it goes back to that stream."""
@@ -75,6 +79,14 @@ class Device(Protocol):
         """Ends what `pin` began for the range that starts at `address`."""
         ...
 
+    def mark(self, stream: Any) -> Any:
+        """A point in `stream`, behind all that is queued there, whose time can be told."""
+        ...
+
+    def ms_between(self, begin: Any, end: Any) -> float:
+        """Milliseconds from one mark to another, both of which the device has reached."""
+        ...
+
     def memory(self) -> tuple[int, int]:
         """(bytes that torch could still have, all bytes) of the device's memory: what is free, and what torch keeps unused."""
         ...
@@ -110,6 +122,7 @@ class HostDevice:
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
+        self.shares_memory = True
 
     def empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(size, stride, dtype=dtype)
@@ -144,9 +157,13 @@ class HostDevice:
     def unpin(self, address: int) -> None:
         pass
 
-    def memory(self) -> tuple[int, int]:
-        import os
+    def mark(self, stream: None) -> float:
+        return time.perf_counter()
 
+    def ms_between(self, begin: float, end: float) -> float:
+        return (end - begin) * 1000
+
+    def memory(self) -> tuple[int, int]:
         page, free, total = (os.sysconf(name) for name in ("SC_PAGE_SIZE", "SC_AVPHYS_PAGES", "SC_PHYS_PAGES"))
         return page * free, page * total
 

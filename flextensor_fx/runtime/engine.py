@@ -1,4 +1,4 @@
-"""The transfer engine of the disk tier: weights by key, out of a store, into memory that the graph owns."""
+"""The transfer engine of the disk tier: weights by key, out of files, into memory that the graph owns."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import os
 import time
 import uuid
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from statistics import median
 from types import MappingProxyType
 
@@ -24,59 +23,12 @@ from flextensor_fx.runtime.container import ALIGN
 from flextensor_fx.runtime.layout import tensor_over
 from flextensor_fx.runtime.mapping import Mappings
 from flextensor_fx.runtime.reader import Reader, Transfer, closed_error
+from flextensor_fx.runtime.stats import EngineStats
 from flextensor_fx.runtime.store import Store
 from flextensor_fx.runtime.trace import Recorder
 
 _PROBE_BYTES = 4 << 20
 _PROBE_SECONDS = 0.04
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """What an engine has done so far.
-
-    Attributes:
-        transfers: started.
-        reads: of weights, also those repeated after a write and those on the calling thread.
-        disk_bytes: read from the disk.
-        cached_bytes: read from the page cache.
-        read_seconds: spent in these reads, summed over threads.
-        stall_ms: that `finish` waited, in all.
-        stall_ms_by_key: the same per weight, for weights that were waited for.
-        overruns: times that memory beyond the pool was taken.
-        pool_bytes: bytes that transfers may hold together.
-        peak_pool_bytes: greatest number of bytes that they did hold.
-        touched_bytes: of memory that the pool keeps from the system now.
-        ahead: of the transfers, those started at the end of a call for the next one.
-        dropped: of these, those that were dropped unread.
-    """
-
-    transfers: int
-    reads: int
-    disk_bytes: int
-    cached_bytes: int
-    read_seconds: float
-    stall_ms: float
-    stall_ms_by_key: Mapping[str, float]
-    overruns: int
-    pool_bytes: int
-    peak_pool_bytes: int
-    touched_bytes: int
-    ahead: int = 0
-    dropped: int = 0
-
-    @property
-    def bandwidth(self) -> float:
-        """Bytes per ms of reading; 0 before the first read."""
-        return (self.disk_bytes + self.cached_bytes) / (self.read_seconds * 1000) if self.read_seconds else 0.0
-
-    def __str__(self) -> str:
-        return (
-            f"transfers {self.transfers}, read {self.disk_bytes / 1e6:.1f} MB from disk and "
-            f"{self.cached_bytes / 1e6:.1f} MB from page cache at {self.bandwidth / 1e3:.0f} MB/s, "
-            f"stalled {self.stall_ms:.1f} ms, pool peak {self.peak_pool_bytes / 1e6:.1f} of {self.pool_bytes / 1e6:.1f} MB, "
-            f"overruns {self.overruns}"
-        )
 
 
 class Engine:
@@ -258,6 +210,10 @@ class Engine:
         self._reader.discard_ahead(key)  # whoever gets it may write to it, and a write must reach the very next call
         return tensor
 
+    def host_value(self, key: str) -> torch.Tensor:
+        """As `mapped`."""
+        return self.mapped(key)
+
     def write(self, key: str, tensor: torch.Tensor) -> None:
         """Give a weight a new value, as `weight.copy_(tensor)` would: broadcast and converted.
 
@@ -280,6 +236,20 @@ class Engine:
                     ) from error
                 tensor = value
             self.store.write(key, tensor)
+
+    @property
+    def aliases(self) -> bool:
+        """Whether what `mapped` returns is the store's own memory: it is."""
+        return True
+
+    def settle(self) -> None:
+        """Nothing to do: what eager code writes is in the store at once."""
+
+    def seal(self) -> None:
+        """Nothing to do: files need no pinning."""
+
+    def quiesce(self) -> None:
+        """Nothing to do: a call is over when it returns."""
 
     def note_compilation(self) -> None:
         """A graph of these weights was compiled; see `start_ahead`."""

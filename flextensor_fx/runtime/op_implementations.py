@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flextensor_fx.passes import ops
 from flextensor_fx.runtime import registry
-from flextensor_fx.runtime.engine import Engine
-from flextensor_fx.runtime.reader import Transfer
+from flextensor_fx.runtime.transfers import TransferEngine
 
 
 def fetch(key: str, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -35,7 +35,7 @@ def wait(
     device: torch.device,
     after: Sequence[Tensor],
 ) -> Tensor:
-    started: tuple[Engine, Transfer] | None = vars(token).pop("_transfer", None)
+    started: tuple[TransferEngine, Any] | None = vars(token).pop("_transfer", None)
     if started is None:
         raise AssertionError(f"wait for {key!r}: its token carries no transfer; a compiler pass has replaced the token")
     engine, transfer = started

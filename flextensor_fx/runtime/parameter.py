@@ -75,8 +75,8 @@ class OffloadedParameter(Tensor):
         return parameter
 
     @classmethod
-    def of(cls, parameter: Tensor, key: str, source: ValueSource) -> OffloadedParameter:
-        """The stand-in of `parameter`."""
+    def of(cls, parameter: Tensor, key: str, source: ValueSource, device: torch.device) -> OffloadedParameter:
+        """The stand-in of `parameter`, on the device that computes."""
         with torch.inference_mode(False):
             new = cls(
                 key,
@@ -84,7 +84,7 @@ class OffloadedParameter(Tensor):
                 parameter.shape,
                 parameter.stride(),
                 parameter.dtype,
-                parameter.device,
+                device,
                 parameter.requires_grad,
             )
         for name, value in vars(parameter).items():  # marks that libraries leave on parameters

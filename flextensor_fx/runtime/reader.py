@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -114,8 +115,13 @@ class Reader:
             queue.put(_ROOM)
 
         self._on_dropped = on_dropped
-        self.arena = Arena(self._pool_bytes, on_room)
-        self.ahead = Ahead(self.arena)
+        self.arena = arena = Arena(self._pool_bytes, on_room)
+
+        def leave(transfer: Transfer) -> Callable[[], bool]:
+            assert transfer.block is not None, "a transfer is held without memory"
+            return arena.watch(transfer.block.address)
+
+        self.ahead: Ahead[Transfer] = Ahead(leave)
         self.epoch = queue
 
     def check_fork(self) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from flextensor_fx.errors import StoreError
-from flextensor_fx.runtime.engine import Engine
+from flextensor_fx.runtime.transfers import TransferEngine
 
 if TYPE_CHECKING:
     from flextensor_fx.session import Session
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 sessions: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
 """The session of each offloaded model; of several modules offloaded together, under each of them."""
 
-_engines: weakref.WeakValueDictionary[str, Engine] = weakref.WeakValueDictionary()
+_engines: weakref.WeakValueDictionary[str, TransferEngine] = weakref.WeakValueDictionary()
 _retained: set[str] = set()
 """Uids in backward graphs. Such a graph may outlive its engine, and must never find another one by its keys."""
 
 
-def register(engine: Engine) -> None:
+def register(engine: TransferEngine) -> None:
     """Makes `engine` serve the keys "<engine.uid>:..."."""
     _engines[engine.uid] = engine
 
 
-def unregister(engine: Engine) -> None:
+def unregister(engine: TransferEngine) -> None:
     """Ends that, if `engine` still serves its keys."""
     if _engines.get(engine.uid) is engine:
         del _engines[engine.uid]
@@ -51,7 +51,7 @@ def retain(uid: str) -> None:
     _retained.add(uid)
 
 
-def engine_of(key: str) -> Engine:
+def engine_of(key: str) -> TransferEngine:
     """The engine that serves `key`.
 
     Raises:
