@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from ._guards import guard_on_stand_ins, other_sources
 from .candidates import Roots
 from .captured import CapturedGraph, captured_costs, input_places, signature
 from .config import OffloadConfig
+from .device_graphs import wants_graphs, why_no_graphs, without_graphs
 from .device_rates import link_for, rates_of
 from .errors import SelectionError
 from .gradients import differentiable_outputs, refuse_gradients
@@ -94,10 +96,19 @@ def _compile(
         session.note_callable(_frames.compiled_callable())
         session.note_compilation(_frames.compiled_code())
         config = session.config.overlaid(options, session.uid)
+    graphs_before = {session.uid: (len(session.graphs), len(session.captured)) for session in sessions}
+    config = _with_graphs_if_possible(config, sessions)
     compilation = _Compilation(graph_module, config, weights)
     try:
         compiled = compilation.run_until_it_fits(example_inputs)
         moved = [pair for session in sessions for pair in session.commit()]
+        if config != (config := _with_graphs_if_possible(config, sessions)):
+            # Only now is it known that the memory could not be pinned.
+            for session in sessions:
+                graphs, captured = graphs_before[session.uid]
+                del session.graphs[graphs:], session.captured[captured:]
+            compilation = _Compilation(graph_module, config, weights)
+            compiled = compilation.run_until_it_fits(example_inputs)
     except Exception:
         for session in sessions:
             if session.engine is None:  # nothing has been moved: what would refuse other options must not stay behind
@@ -111,6 +122,17 @@ def _compile(
             session.watcher = Replanner()
     guard_on_stand_ins({id(old): stand_in for old, stand_in in moved}, sources)
     return compiled
+
+
+def _with_graphs_if_possible(config: OffloadConfig, sessions: Sequence[Session]) -> OffloadConfig:
+    """`config`, with CUDA graphs off where they cannot be had, which one line says."""
+    if not wants_graphs(config):
+        return config
+    reason = why_no_graphs(sessions)
+    if reason is None:
+        return config
+    warnings.warn(f"flextensor: no CUDA graphs for {sessions[0].uid}: {reason}", UserWarning, stacklevel=2)
+    return without_graphs(config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +298,8 @@ class _Compilation:
         examples = [v.plain() if isinstance(v := inputs[place], OffloadedParameter) else v for place in kept]
         compiled = compile_inner(captured, examples, self.config, self._lower, self._check)
         mapped = any(isinstance(inputs[p], OffloadedParameter) for p in kept)
+        if wants_graphs(self.config):
+            compiled = _of_open_stores(compiled, tuple(self.sessions))
         run = _runner(compiled, kept, mapped, self.sessions, self._note_captured(), input_places(placeholders))
         trainable = [w.name for w in self.weights.values() if w.value.requires_grad and _offloaded(w)]
         if torch.is_grad_enabled() and trainable:
@@ -359,7 +383,8 @@ def _offloaded(weight: _Weight) -> bool:
 
 def _spec(weight: _Weight) -> FetchSpec:
     p = weight.value
-    return FetchSpec(weight.session.key(weight.name), tuple(p.shape), tuple(p.stride()), p.dtype, p.device)
+    device = weight.session.tier.device
+    return FetchSpec(weight.session.key(weight.name), tuple(p.shape), tuple(p.stride()), p.dtype, device)
 
 
 def _copy_graph(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
@@ -372,6 +397,17 @@ def _copy_graph(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
         if hasattr(node, "_dynamo_source"):
             copies[node]._dynamo_source = node._dynamo_source  # AOTAutograd reads it
     return copy, copies
+
+
+def _of_open_stores(compiled: Callable[..., Any], uids: Sequence[str]) -> Callable[..., Any]:
+    """Calls `compiled` while its stores are open: a graph that is replayed would copy from memory that is no longer there."""
+
+    def call(*arguments: Any) -> Any:
+        for uid in uids:
+            registry.engine_of(uid)
+        return compiled(*arguments)
+
+    return call
 
 
 def _runner(
@@ -407,6 +443,8 @@ def _runner(
         def run(*arguments: Any) -> Any:
             session = session_of()
             with lock:
+                if session is not None and session.engine is not None:
+                    session.engine.settle()
                 if session is not None and session.replanned is not replanned:
                     # Another thread has planned anew since Dynamo checked its guards: these may be stand-ins by now.
                     return call(*arguments)
@@ -421,10 +459,15 @@ def _runner(
 
         return run
 
+    refs = [weakref.ref(session) for session in sessions.values()]
+
     def run_with_all(*arguments: Any) -> Any:
         for lock in locks:
             lock.acquire()
         try:
+            for session in (ref() for ref in refs):
+                if session is not None and session.engine is not None:
+                    session.engine.settle()
             return call(*arguments)  # one of them may have been planned anew as well
         finally:
             for lock in reversed(locks):

@@ -146,7 +146,7 @@ def compile_alone(module: GraphModule, inputs: Sequence[Any], config: OffloadCon
     if config.inner_backend == "inductor":
         from torch._inductor.compile_fx import compile_fx
 
-        compiled: Any = compile_fx(module, inputs, config_patches=_user_options(config))
+        compiled: Any = compile_fx(module, inputs, config_patches=user_options(config))
         return compiled
     if config.inner_backend == "aot_eager":
         from torch._dynamo.backends.registry import lookup_backend
@@ -163,7 +163,12 @@ def _without_autograd_cache() -> Any:
     return autograd_config.patch(enable_autograd_cache=False)
 
 
-def _user_options(config: OffloadConfig) -> dict[str, Any]:
+def user_options(config: OffloadConfig) -> dict[str, Any]:
+    """Inductor's options: those of the mode, and over them the user's.
+
+    Raises:
+        ConfigError: Inductor knows no such mode or option.
+    """
     import torch._inductor
     from torch._inductor import config as inductor_config
 
@@ -189,7 +194,7 @@ def _inductor_options(config: OffloadConfig, check: Check) -> dict[str, Any]:
     from torch._functorch import config as autograd_config
     from torch._inductor import config as inductor_config
 
-    options = _user_options(config)
+    options = user_options(config)
     # TORCHINDUCTOR_AUTOGRAD_CACHE=1 overrides the switch that turns AOTAutograd's cache off. A name of its own for every
     # compilation keeps that cache from returning another budget's schedule.
     salt = uuid.uuid4().hex if autograd_config.enable_autograd_cache else ""

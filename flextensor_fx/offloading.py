@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from . import _frames
@@ -12,6 +13,7 @@ from .candidates import Roots
 from .config import OffloadConfig
 from .errors import OffloadError
 from .runtime import registry
+from .runtime.parameter import OffloadedParameter
 from .session import Session
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -22,6 +24,9 @@ def offload(model: Model, config: OffloadConfig | Mapping[str, Any]) -> Model:
 
     `torch.compile(model, backend="flextensor")` then streams them; its options apart from those of this call are taken from
     there. Eager use of the model goes on giving right numbers, slowly.
+
+    With `device` in the configuration, what stays of the model moves there, so that a model too large for the device need never
+    be there whole.
 
     Args:
         model: changed in place; its selected parameters become `OffloadedParameter`s.
@@ -45,10 +50,11 @@ def offload(model: Model, config: OffloadConfig | Mapping[str, Any]) -> Model:
         raise OffloadError(
             f"offload: {type(root).__name__} is offloaded already; call flextensor_fx.release(model) first"
         )
-    session = Session.open(Roots({"": root}), config, None, {})
+    session = Session.open(Roots({"": root}), config, None, {}, moves=True)
     registry.sessions[root] = session
     try:
         session.commit(in_place=True)
+        _move_rest(root, session.tier.device)
     except Exception:
         if (
             session.engine is None
@@ -56,6 +62,17 @@ def offload(model: Model, config: OffloadConfig | Mapping[str, Any]) -> Model:
             registry.forget(session)
         raise
     return model
+
+
+def _move_rest(root: nn.Module, device: torch.device) -> None:
+    """Moves the parameters and buffers that stay to the device that computes; the same objects, as `Module.to` does."""
+    for module in root.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None and not isinstance(parameter, OffloadedParameter) and parameter.device != device:
+                parameter.data = parameter.data.to(device)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[name] = buffer.to(device)
 
 
 def release(model: Any) -> None:

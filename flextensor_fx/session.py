@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 import torch._dynamo
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from ._sources import nbytes as bytes_of
@@ -46,6 +47,7 @@ from .runtime.parameter import OffloadedParameter
 from .runtime.trace import Recorder
 from .selection import Selection, select
 from .session_plan import check_profile, completed, costs_of, plan_weights, shape_of
+from .state_dicts import give_host_values
 from .tiers import Tier, add_weights
 
 AUTO = "auto"
@@ -108,6 +110,7 @@ class Session:
     _pool_floor: int = 0
     _page_pool: int = 0
     _packed: Mapping[str, Packed] = field(default_factory=dict)
+    _hooked: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = field(default_factory=weakref.WeakKeyDictionary)
 
     # --- making one ------------------------------------------------------------------------------------------------
     @classmethod
@@ -399,6 +402,8 @@ class Session:
         alias = None if in_place else engine.host_value(key)
         for slot, old in zip(candidate.slots, olds, strict=True):
             slot.put(stand_in)
+            if not engine.aliases and slot.module not in self._hooked:
+                self._hooked[slot.module] = slot.module.register_state_dict_post_hook(give_host_values)
             if alias is None:
                 continue
             # Whoever else holds the old parameter now holds the stored value: it stays right, and its memory is free.
@@ -420,6 +425,9 @@ class Session:
             return
         self._bring_back(set(self._stand_ins), engine)
         self._moved = {}
+        for hook in self._hooked.values():
+            hook.remove()
+        self._hooked.clear()
         registry.unregister(engine)
         self.engine = None
         engine.close()
@@ -491,12 +499,19 @@ class _ReturnedValues:
     """Where the stand-ins of released weights find their values."""
 
     instance = "released"
+    aliases = True
 
     def __init__(self) -> None:
         self.values: dict[str, Tensor] = {}
 
     def mapped(self, key: str) -> Tensor:
         return self.values[key]
+
+    def host_value(self, key: str) -> Tensor:
+        return self.values[key].cpu()
+
+    def write(self, key: str, tensor: Tensor) -> None:
+        self.values[key].copy_(tensor)
 
 
 def _fingerprint(roots: Roots, candidates: Sequence[Candidate]) -> str:

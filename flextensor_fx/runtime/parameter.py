@@ -25,8 +25,21 @@ class ValueSource(Protocol):
     instance: str
     """Names this very source: never equal for two sources of one process, one after the other included."""
 
+    @property
+    def aliases(self) -> bool:
+        """Whether what `mapped` returns is the store's own memory; else it is a copy on the device."""
+        ...
+
     def mapped(self, key: str) -> Tensor:
-        """The value of weight `key` as a plain tensor that aliases the store: a write to it is a write to the store."""
+        """The value of weight `key` as a plain tensor on its device: a write to it is a write to the store."""
+        ...
+
+    def host_value(self, key: str) -> Tensor:
+        """The value of weight `key` as a plain CPU tensor that is the store's own memory."""
+        ...
+
+    def write(self, key: str, tensor: Tensor) -> None:
+        """Gives weight `key` a new value, broadcast and converted."""
         ...
 
 
@@ -120,6 +133,24 @@ class OffloadedParameter(Tensor):
         return self.source is None and not isinstance(self._handle, FakeTensor)
 
     # --- eager use -------------------------------------------------------------------------------------------------
+    @property
+    def _is_copied(self) -> bool:
+        """Whether the value on the device is a copy, made for every use."""
+        return self.source is not None and not self.source.aliases
+
+    def host_value(self) -> Tensor:
+        """The value as a plain CPU tensor that is the store's own memory."""
+        assert self.source is not None
+        return self.source.host_value(self.key)
+
+    def _detached(self) -> OffloadedParameter:
+        """The same weight without gradients, still in the store: whoever collects them all may have no room for values."""
+        with torch.inference_mode(False):
+            new = OffloadedParameter(self.key, self.source, self.shape, self.stride(), self.dtype, self.device, False)
+        new.identity = self.identity
+        new._is_param = False
+        return new
+
     def plain(self) -> Tensor:
         """The value as a plain tensor that aliases the store (or, while tracing, a fake tensor like it)."""
         if isinstance(self._handle, FakeTensor):
@@ -138,6 +169,14 @@ class OffloadedParameter(Tensor):
                 f"{func}: an offloaded weight keeps its shape and its memory; call flextensor_fx.release(model) first, or "
                 "copy_() a new value into it"
             )
+        first = args[0] if args else None
+        if isinstance(first, OffloadedParameter) and first._is_copied:
+            if func is torch.ops.aten.detach.default:
+                return first._detached()
+            if func is torch.ops.aten.copy_.default and not isinstance(args[1], OffloadedParameter):
+                assert first.source is not None
+                first.source.write(first.key, args[1])
+                return first
         stands_for: dict[int, OffloadedParameter] = {}
 
         def value_of(parameter: OffloadedParameter) -> Tensor:
@@ -191,7 +230,7 @@ class OffloadedParameter(Tensor):
         return self.plain().type(*args, **kwargs)
 
     def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self.plain().cpu(*args, **kwargs)
+        return self.host_value().clone() if self._is_copied else self.plain().cpu(*args, **kwargs)
 
     def float(self, **kwargs: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.plain().float(**kwargs)
