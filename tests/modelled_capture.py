@@ -138,10 +138,8 @@ class Graph:
     def _copy(self, line: Line, job: Copy, reach: int) -> None:
         device = self._device
         if job.pinned and not device.pinned(job.source, job.source + reach):
-            access = Access(
-                "copy of a replay", line.name, job.key, job.owner, job.low, job.low + job.span, line.index, 0
-            )
-            device.report(Kind.SOURCE_UNPINNED, job.key, None, access)
+            access = device.access("copy of a replay", line, job)
+            device.report(Kind.SOURCE_UNPINNED, access.name, None, access)
             job.blank()
             return
-        device.queue_copy(line, job, reach, sums=device.watched and job.keep is not None)
+        device.queue_copy(line, job, reach, sums=device.watched > 0 and job.keep is not None)

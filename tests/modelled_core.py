@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import weakref
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ class Core:
         self.lock = threading.RLock()
         self._here = _Here()
         self._races: list[Race] = []
+        self._late: list[Line] = []  # that have pending copies, if not more
         self._known: list[int] = []  # the host comes after this
         self._lines: list[Line] = []
         self._allocator = Allocator(total_bytes)
@@ -93,22 +95,37 @@ class Core:
 
     def queue_copy(self, line: Line, job: Copy, reach: int, *, sums: bool) -> None:
         """Queues a copy: its destination holds 0xFF until it lands."""
-        job.tick = line.work = line.tick()
-        races = job.block.write(line, self._access("copy", line, job))
+        index = line.index
+        line.clock[index] = job.tick = line.work = tick = line.clock[index] + 1
+        block, name, key, owner, low = job.block, line.name, job.block.key, job.owner, job.low
+        races = block.write(line, Access("copy", name, key, owner, low, low + job.span, index, tick))
         if races:
             self._races += races
         if job.pinned:
             low = job.source
-            access = Access("copy", line.name, job.key, job.owner, low, low + reach, line.index, job.tick)
-            self._races += self._sources.note(access, job.keep, sums)
-        job.blank()
+            races = self._sources.note(Access("copy", name, key, owner, low, low + reach, index, tick), job.keep, sums)
+            if races:
+                self._races += races
+        if not line.pending:
+            self._late.append(line)
         line.pending.append(job)
+        if job.layout is None:
+            ctypes.memset(job.into, UNWRITTEN, job.nbytes)
+        else:
+            job.blank()
 
     def land(self, clock: Sequence[int]) -> None:
         """Somebody comes after what `clock` stands for: copies up to there have arrived."""
-        for line, tick in zip(self._lines, clock, strict=False):
-            while line.pending and line.pending[0].tick <= tick:
-                line.pending.popleft().land()
+        late = self._late
+        for index in range(len(late) - 1, -1, -1):
+            line = late[index]
+            pending = line.pending
+            # A line that is newer than the clock is not in it.
+            tick = clock[line.index] if line.index < len(clock) else 0
+            while pending and pending[0].tick <= tick:
+                pending.popleft().land()
+            if not pending:
+                del late[index]
 
     def land_all(self, line: Line) -> None:
         while line.pending:
@@ -158,6 +175,7 @@ class Core:
         if stream.graph is None and event.graph is not None and not event.graph.ended:
             event.graph.enter(stream)
             return True
+        name = event.line.name
         where = (
             "outside of it"
             if event.graph is None
@@ -170,8 +188,8 @@ class Core:
             if stream.graph is not None
             else "wait for an event of an ended capture"
         )
-        access = Access(what, stream.line.name, event.stream, -1, 0, 0, stream.line.index, 0)
-        self.report(Kind.CAPTURE_ISOLATION, event.stream, None, access)
+        access = Access(what, stream.line.name, name, -1, 0, 0, stream.line.index, 0)
+        self.report(Kind.CAPTURE_ISOLATION, name, None, access)
         return False
 
     def _allocate(self, line: Line, nbytes: int, *, memory: bool = False) -> Block:
@@ -179,6 +197,6 @@ class Core:
         self._races += races
         return block
 
-    def _access(self, what: str, line: Line, job: Copy) -> Access:
-        tick = line.clock[line.index]
-        return Access(what, line.name, job.key, job.owner, job.low, job.low + job.span, line.index, tick)
+    def access(self, what: str, line: Line, job: Copy) -> Access:
+        """For messages about a copy."""
+        return Access(what, line.name, job.block.key, job.owner, job.low, job.low + job.span, line.index, 0)

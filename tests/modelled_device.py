@@ -27,7 +27,7 @@ import torch
 
 from modelled_capture import Graph
 from modelled_core import Core
-from modelled_queue import BUSY, UNWRITTEN, Copy, Event, Stream, by_the_model, extent
+from modelled_queue import UNWRITTEN, Copy, Event, Stream, by_the_model, extent
 from modelled_races import Access, Kind, Race
 
 
@@ -61,22 +61,24 @@ class ModelledDevice(Core):
     # The interface of runtime/device.py.
 
     def empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        BUSY.depth += 1
-        try:
-            span = extent(size, stride) * dtype.itemsize
-            if not span:
-                return torch.empty_strided(size, stride, dtype=dtype)
-            with self.lock:
-                owner = self.current_stream()
-                if owner.graph is not None:
-                    return self.allocate_captured(size, stride, dtype)
-                block = self._allocate(owner.line, span)
+        owner = self.current_stream()
+        if owner.graph is not None:
+            return self.allocate_captured(size, stride, dtype)
+        if self.watched:
+            with by_the_model():
                 tensor = torch.empty_strided(size, stride, dtype=dtype)
-                self._allocator.bind(block, tensor.untyped_storage())
-            ctypes.memset(block.base, UNWRITTEN, span)
-            return tensor
-        finally:
-            BUSY.depth -= 1
+                ctypes.memset(tensor.data_ptr(), UNWRITTEN, tensor.untyped_storage().nbytes())
+        else:
+            tensor = torch.empty_strided(size, stride, dtype=dtype)
+        storage = tensor.untyped_storage()
+        nbytes = storage.nbytes()
+        if nbytes:
+            with self.lock:
+                block, races = self._allocator.allocate(owner.line, nbytes)
+                self._allocator.bind(block, storage)
+                if races:
+                    self._races += races
+        return tensor
 
     def new_stream(self) -> Stream:
         with self.lock:
@@ -89,14 +91,13 @@ class ModelledDevice(Core):
 
     def record(self, event: Event, stream: Stream) -> None:
         with self.lock:
-            line = stream.line
-            line.tick()
+            line, graph = stream.line, stream.graph
+            line.clock[line.index] += 1
             event.clock = line.clock.copy()
-            event.line = line.index
-            event.stream = line.name
-            event.graph = stream.graph
-            if stream.graph is not None:
-                event.place = stream.graph.recorded(line)
+            event.line = line
+            event.graph = graph
+            if graph is not None:
+                event.place = graph.recorded(line)
 
     def wait(self, stream: Stream, event: Event) -> None:
         clock = event.clock
@@ -106,12 +107,14 @@ class ModelledDevice(Core):
             if event.graph is not stream.graph and not self._enter(stream, event):
                 return
             line = stream.line
-            line.tick()
-            if line.clock[event.line] < clock[event.line]:
+            line.clock[line.index] += 1
+            of = event.line.index
+            if line.clock[of] < clock[of]:
                 line.join(clock)
             if stream.graph is not None:
                 stream.graph.waited(line, event.place)
-            self.land(clock)
+            if self._late:
+                self.land(clock)
 
     def copy(self, into: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         nbytes = into.nbytes
@@ -124,11 +127,12 @@ class ModelledDevice(Core):
                     f"copy into {list(into.shape)}: expected a tensor of this device, found memory that it did not give out"
                 )
             job = Copy()
-            job.block, job.owner, job.key = block, block.owner, block.key
-            job.into, job.source, job.nbytes = into.data_ptr(), source.data_ptr(), nbytes
-            job.span, reach = nbytes, source.nbytes
+            job.block, job.owner = block, block.owner
+            job.into, job.source = into.data_ptr(), source.data_ptr()
+            job.nbytes = job.span = reach = nbytes
             job.layout, job.keep = None, source
-            if not (into.is_contiguous() and source.is_contiguous() and into.dtype == source.dtype and reach == nbytes):
+            plain = into.is_contiguous() and source.is_contiguous() and into.dtype == source.dtype
+            if not plain or source.nbytes != nbytes:
                 job.span = extent(into.shape, into.stride()) * into.itemsize
                 reach = extent(source.shape, source.stride()) * source.itemsize
                 alike = into.dtype == source.dtype and into.shape == source.shape and into.stride() == source.stride()
@@ -142,7 +146,8 @@ class ModelledDevice(Core):
                     job.keep = source.detach().clone(memory_format=torch.preserve_format)
                 job.source = job.keep.data_ptr()
                 if stream.graph is not None:
-                    self.report(Kind.CAPTURE_PAGEABLE, job.key, None, self._access("copy", stream.line, job))
+                    access = self.access("copy", stream.line, job)
+                    self.report(Kind.CAPTURE_PAGEABLE, access.name, None, access)
             self.copies += 1
             self.copied_bytes += nbytes
             if stream.graph is not None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from flextensor_fx.runtime.device import PinError
+from modelled_queue import UNWRITTEN
 from modelled_races import Access, Block, Kind, Line, Race
 
 _ROUND = 512  # torch's allocator gives out multiples of it
@@ -31,54 +32,56 @@ class Allocator:
         self.live = self.peak = 0
         self.blocks: dict[int, Block] = {}
         self._dead: deque[int] = deque()
-        self._freed: dict[int, list[Block]] = {}
-        self._free: dict[int, dict[int, list[Block]]] = {}
         self._next = self._serial = 0
-
-    def check_room(self, nbytes: int) -> None:
-        """
-        Raises:
-            torch.OutOfMemoryError: there are not that many bytes left.
-        """
-        self.drain()
-        if self.live + nbytes > self.total:
-            raise torch.OutOfMemoryError(
-                f"modelled device out of memory: tried to allocate {nbytes} bytes, {self.live} of {self.total} are in use"
-            )
 
     def allocate(self, line: Line, nbytes: int, *, memory: bool = False) -> tuple[Block, list[Race]]:
         """A block for an owner that is still to be bound, and who still uses the memory that this allocation could have got.
 
         Args:
             memory: the block has bytes of its own, which it keeps from owner to owner.
+
+        Raises:
+            torch.OutOfMemoryError: there are not that many bytes left.
         """
         size = -(-nbytes // _ROUND) * _ROUND
-        self.check_room(size)
+        if self._dead:
+            self.drain()
+        live = self.live + size
+        if live > self.total:
+            raise torch.OutOfMemoryError(
+                f"modelled device out of memory: tried to allocate {size} bytes, {self.live} of {self.total} are in use"
+            )
         races: list[Race] = []
-        pool = self._free.setdefault(line.index, {})
-        freed = self._freed.get(line.index)
-        if freed:
-            for block in freed:
+        free = line.free
+        if line.freed:
+            for block in line.freed:
                 races += block.free()
-                pool.setdefault(block.size, []).append(block)
-            freed.clear()
-        fitting = (
-            size if pool.get(size) else min((s for s, blocks in pool.items() if s > size and blocks), default=None)
-        )
-        if fitting is None:
-            block = Block(self._next, size, line)
-            block.memory = np.full(size, 0xFF, np.uint8) if memory else None
-            self._next += size
+                free.setdefault(block.size, []).append(block)
+            line.freed.clear()
+        fitting = free.get(size)
+        if fitting:
+            block = fitting.pop()
         else:
-            block = pool[fitting].pop()
-            if fitting > size:
-                rest = block.split(size)
-                pool.setdefault(rest.size, []).append(rest)
-        self.live += size
-        self.peak = max(self.peak, self.live)
+            block = self._cut(line, size) or Block(self._next, size, line)
+            if block.start == self._next:
+                self._next += size
+                block.memory = np.full(size, UNWRITTEN, np.uint8) if memory else None
+        self.live = live
+        if live > self.peak:
+            self.peak = live
         self._serial += 1
-        block.owner, block.born, block.key = self._serial, line.clock[line.index], f"tensor {self._serial}"
+        block.owner, block.born, block.key = self._serial, line.clock[line.index], ""
         return block, races
+
+    def _cut(self, line: Line, size: int) -> Block | None:
+        """The first part of a free block that is larger, of the smallest such."""
+        larger = min((other for other, blocks in line.free.items() if other > size and blocks), default=None)
+        if larger is None:
+            return None
+        block = line.free[larger].pop()
+        rest = block.split(size)
+        line.free.setdefault(rest.size, []).append(rest)
+        return block
 
     def bind(self, block: Block, storage: torch.UntypedStorage) -> None:
         """The block is given back with the last reference to `storage`."""
@@ -99,7 +102,7 @@ class Allocator:
             block = self.blocks.pop(self._dead.popleft())
             block.storage = None
             self.live -= block.size
-            self._freed.setdefault(block.line.index, []).append(block)
+            block.line.freed.append(block)
 
 
 class Pins:
@@ -161,11 +164,11 @@ class Sources:
     def __init__(self) -> None:
         self._ranges: dict[tuple[int, int], _Source] = {}
 
-    def note(self, access: Access, keep: Any, sums: bool) -> list[Race]:
+    def note(self, access: Access, keep: Any, sums: bool) -> list[Race] | None:
         """A copy was queued that reads the range."""
         place = (access.low, access.high)
         source = self._ranges.get(place)
-        races: list[Race] = []
+        races = None
         if source is None:
             source = self._ranges[place] = _Source()
         elif source.sum is not None:
@@ -213,12 +216,14 @@ class Sources:
             if start < high and low < end:
                 source.sum = None  # reported here
                 for access in source.reads.values():
-                    after = Access(what, "the host", access.key, -1, max(start, low), min(end, high), 0, 0)
-                    races.append(Race(kind, access.key, access, after))
+                    after = Access(what, "the host", access.name, -1, max(start, low), min(end, high), 0, 0)
+                    races.append(Race(kind, access.name, access, after))
         return races
 
 
 class _Source:
+    __slots__ = ("keep", "reads", "sum")
+
     def __init__(self) -> None:
         self.reads: dict[int, Access] = {}
         self.sum: int | None = None
@@ -229,7 +234,7 @@ class _Source:
             return []
         self.sum = None
         return [
-            Race(Kind.SOURCE_WRITTEN, access.key, access, Access("write", "the host", access.key, -1, *place, 0, 0))
+            Race(Kind.SOURCE_WRITTEN, access.name, access, Access("write", "the host", access.name, -1, *place, 0, 0))
             for access in self.reads.values()
         ]
 

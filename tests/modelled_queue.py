@@ -34,29 +34,28 @@ class Stream:
 
 
 class Event:
-    """An event. `clock` is what its last record comes after, None before the first.
+    """An event. `clock` is what its last record comes after, None before the first; `line` where that was.
 
     Attributes:
         graph, place: the capture in which it was recorded last, and the number of the record there.
     """
 
-    __slots__ = ("clock", "graph", "line", "place", "stream")
+    __slots__ = ("clock", "graph", "line", "place")
 
     def __init__(self) -> None:
         self.clock: list[int] | None = None
         self.graph: Graph | None = None
-        self.line = self.place = 0
-        self.stream = ""
+        self.line: Any = None
+        self.place = 0
 
 
 class Copy:
     """A queued copy: `nbytes` from `source` to `into`, both addresses, or by tensors where the two lie differently."""
 
-    __slots__ = ("block", "into", "keep", "key", "layout", "low", "nbytes", "owner", "pinned", "source", "span", "tick")
+    __slots__ = ("block", "into", "keep", "layout", "low", "nbytes", "owner", "pinned", "source", "span", "tick")
 
     block: Block
     owner: int
-    key: str
     low: int
     span: int
     into: int
@@ -69,13 +68,20 @@ class Copy:
 
     def land(self) -> None:
         """Moves the bytes, if the destination is still there."""
+        block, layout = self.block, self.layout
+        if layout is None and block.memory is None:
+            if block.storage is not None and block.owner == self.owner:
+                memory = block.storage()  # held, else another thread could free it here
+                if memory is not None:
+                    ctypes.memmove(self.into, self.source, self.nbytes)
+            return
         memory = self._memory()
         if memory is None:
             return
-        if self.layout is None:
+        if layout is None:
             ctypes.memmove(self.into, self.source, self.nbytes)
             return
-        dtype, size, stride = self.layout
+        dtype, size, stride = layout
         with by_the_model(), torch.no_grad():
             offset = (self.into - memory.data_ptr()) // dtype.itemsize
             torch.empty(0, dtype=dtype).set_(memory, offset, size, stride).copy_(self.keep)
@@ -98,8 +104,7 @@ class Copy:
         block = self.block
         if block.memory is not None:
             return torch.from_numpy(block.memory).untyped_storage()
-        storage = None if block.storage is None else block.storage()
-        return storage if block.owner == self.owner else None
+        return None if block.storage is None or block.owner != self.owner else block.storage()
 
 
 class _Busy(threading.local):

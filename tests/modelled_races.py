@@ -37,7 +37,7 @@ class Access(NamedTuple):
     Attributes:
         what: "copy", or the name of the kernel, or what the host does.
         stream: the name of its stream.
-        key: of the tensor.
+        key: of the tensor; empty where nobody named it.
         owner: the serial number of the allocation; -1 for host memory.
         low, high: the range, in bytes of the model's own address space, or addresses of host memory.
         line, tick: the epoch.
@@ -52,8 +52,13 @@ class Access(NamedTuple):
     line: int
     tick: int
 
+    @property
+    def name(self) -> str:
+        """The tensor's, or one made up."""
+        return self.key or f"tensor {self.owner}"
+
     def __str__(self) -> str:
-        return f"{self.what} of {self.key} on {self.stream}"
+        return f"{self.what} of {self.name} on {self.stream}"
 
 
 @dataclass(frozen=True)
@@ -85,9 +90,11 @@ class Line:
         work: the own tick of the last copy or kernel.
         captured: it is part of a capture that goes on.
         pending: copies whose bytes have not been moved, in order.
+        freed: blocks that came back since the last allocation.
+        free: by size, blocks to give out, the one that came back last at the end.
     """
 
-    __slots__ = ("captured", "clock", "index", "name", "pending", "work")
+    __slots__ = ("captured", "clock", "free", "freed", "index", "name", "pending", "work")
 
     def __init__(self, name: str, index: int, clock: list[int]) -> None:
         self.name = name
@@ -96,6 +103,8 @@ class Line:
         self.work = 0
         self.captured = False
         self.pending: deque[Any] = deque()
+        self.freed: list[Block] = []
+        self.free: dict[int, list[Block]] = {}
 
     def tick(self) -> int:
         self.clock[self.index] += 1
@@ -113,13 +122,13 @@ class Line:
 
 
 class Block:
-    """A range of device memory with one owner at a time, and what was done to it by all of them.
+    """A range of device memory with one owner at a time, and what was done to it.
 
     Attributes:
         start, size: the range, in bytes of an address space of the model's own.
         line: whose allocator it belongs to.
         owner: the serial number of the allocation, new at each.
-        key: the owner's name in messages.
+        key: the owner's name in messages, or "".
         born: the owner's line's tick at the allocation.
         base: where its bytes are in the memory of the process.
         memory: for a block of a capture, its bytes, which every owner gets.
@@ -139,11 +148,13 @@ class Block:
         self.reads: list[Access] = []
         self.writes: list[Access] = []
 
+    @property
+    def end(self) -> int:
+        return self.start + self.size
+
     def split(self, size: int) -> Block:
-        """Keeps the first `size` bytes; returns the rest, which has the same past."""
+        """Keeps the first `size` bytes; returns the rest."""
         rest = Block(self.start + size, self.size - size, self.line)
-        rest.reads = [access for access in self.reads if access.high > rest.start]
-        rest.writes = [access for access in self.writes if access.high > rest.start]
         if self.memory is not None:
             rest.memory, self.memory = self.memory[size:], self.memory[:size]
         self.size = size
@@ -152,59 +163,54 @@ class Block:
     def read(self, line: Line, access: Access) -> list[Race]:
         """Notes a read; returns what it should have come after."""
         races = self._early(line, access)
+        _, _, _, owner, low, high, line_index, _ = access
+        clock = line.clock
         for write in self.writes:
-            if _overlap(write, access) and not line.after(write):
+            if clock[write.line] < write.tick and write.low < high and low < write.high:
                 kind = Kind.UNARRIVED if write.what == "copy" else Kind.UNWRITTEN
-                races.append(Race(self._reused(kind, write, access), access.key, write, access))
+                races.append(Race(kind if write.owner == owner else Kind.REUSED, access.name, write, access))
         # Whoever comes after this read also comes after those of its line before it.
         if self.reads:
-            self.reads = [a for a in self.reads if a.line != access.line or not _within(a, access)]
+            self.reads = [a for a in self.reads if a.line != line_index or a.low < low or high < a.high]
         self.reads.append(access)
         return races
 
     def write(self, line: Line, access: Access) -> list[Race]:
         """Notes a write; returns what it should have come after."""
         races = self._early(line, access)
-        for before in (*self.reads, *self.writes):
-            if _overlap(before, access) and not line.after(before):
-                races.append(Race(self._reused(Kind.OVERWRITTEN, before, access), before.key, before, access))
-        # Whoever comes after this write also comes after what it came after; what it did not was reported.
-        if self.reads:
-            self.reads = [a for a in self.reads if not _within(a, access)]
-        self.writes = [a for a in self.writes if not _within(a, access)]
+        _, _, _, owner, low, high, _, _ = access
+        clock = line.clock
+        if self.reads or self.writes:
+            for before in (*self.reads, *self.writes):
+                if clock[before.line] < before.tick and before.low < high and low < before.high:
+                    kind = Kind.OVERWRITTEN if before.owner == owner else Kind.REUSED
+                    races.append(Race(kind, before.name, before, access))
+            # Whoever comes after this write also comes after what it came after; what it did not was reported.
+            self.reads = [a for a in self.reads if a.low < low or high < a.high]
+            self.writes = [a for a in self.writes if a.low < low or high < a.high]
         self.writes.append(access)
         return races
 
     def free(self) -> list[Race]:
         """The allocator may give the memory to work that is queued on the block's line from now on; returns who still uses it."""
         line, races = self.line, []
-        after = Access(
-            "freed memory", line.name, self.key, self.owner, self.start, self.start + self.size, line.index, 0
-        )
-        for before in (*self.reads, *self.writes):
-            if not line.after(before):
-                races.append(Race(Kind.FREED, self.key, before, after))
-        if races:  # each is reported once
-            self.reads = [access for access in self.reads if line.after(access)]
-            self.writes = [access for access in self.writes if line.after(access)]
+        clock = line.clock
+        for accesses in (self.reads, self.writes):
+            for before in accesses:
+                if clock[before.line] < before.tick:
+                    after = Access(
+                        "freed memory", line.name, before.key, self.owner, self.start, self.end, line.index, 0
+                    )
+                    races.append(Race(Kind.FREED, before.name, before, after))
+            # The next owner comes after them all, else it was reported; others have to come after its allocation.
+            accesses.clear()
         return races
 
     def _early(self, line: Line, access: Access) -> list[Race]:
         # An access to memory that it does not own any more is no access before the present owner's allocation.
-        if line is self.line or access.owner != self.owner or line.clock[self.line.index] >= self.born:
+        if line is self.line or line.clock[self.line.index] >= self.born or access.owner != self.owner:
             return []
         birth = Access(
-            "allocation", self.line.name, self.key, self.owner, access.low, access.high, self.line.index, self.born
+            "allocation", self.line.name, self.key, self.owner, self.start, self.end, self.line.index, self.born
         )
-        return [Race(Kind.UNALLOCATED, self.key, birth, access)]
-
-    def _reused(self, kind: Kind, before: Access, after: Access) -> Kind:
-        return kind if before.owner == after.owner else Kind.REUSED
-
-
-def _overlap(a: Access, b: Access) -> bool:
-    return a.low < b.high and b.low < a.high
-
-
-def _within(a: Access, b: Access) -> bool:
-    return b.low <= a.low and a.high <= b.high
+        return [Race(Kind.UNALLOCATED, access.name, birth, access)]
