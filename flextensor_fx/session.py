@@ -507,6 +507,13 @@ class _ReturnedValues:
     def mapped(self, key: str) -> Tensor:
         return self.values[key]
 
+    borrowed = mapped
+
+    def note_shown(self, key: str) -> None:
+        pass
+
+    note_written = note_shown
+
     def host_value(self, key: str) -> Tensor:
         return self.values[key].cpu()
 

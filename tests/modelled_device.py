@@ -19,6 +19,7 @@ that run past torch's dispatcher (generated C++; name them with `launch`), and o
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -56,6 +57,7 @@ class ModelledDevice(Core):
     ) -> None:
         super().__init__(total_bytes, fail_pin_at, pin_limit, name)
         self.device = torch.device("cpu")
+        self.shares_memory = False
         self.copies = self.copied_bytes = self.streams_made = self.events_made = 0
 
     # The interface of runtime/device.py.
@@ -187,6 +189,12 @@ class ModelledDevice(Core):
 
     def peak_allocated(self) -> int:
         return self._allocator.peak
+
+    def mark(self, stream: Stream) -> float:
+        return time.perf_counter()
+
+    def ms_between(self, begin: float, end: float) -> float:
+        return (end - begin) * 1000
 
     # What a test does with it.
 

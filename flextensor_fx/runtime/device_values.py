@@ -13,18 +13,16 @@ from flextensor_fx.runtime.host_store import HostStore
 
 @dataclass(slots=True)
 class _Value:
-    tensor: torch.Tensor  # everything given out is a view of it, so that its version counts their writes too
-    written: int  # its version when it last was the same as the store's
-    stored: int  # the store's version at that time
+    tensor: torch.Tensor
+    stored: int  # the store's version of it
+    written: bool = False  # since then
+    shown: bool = False  # eager code has had a tensor over its memory, and may have written to it at any time since
 
 
 class DeviceValues:
-    """Weights as device tensors, each copied when it is first asked for, and written back to the store once it has changed.
+    """Weights as device tensors, each copied when it is first asked for, and written back to the store where it may have changed.
 
     Nothing of this is fast, and all of it synchronises: compiled calls read no weight this way.
-
-    A write is noticed by the version counter that a tensor shares with its views. `.data` of such a tensor has one of its own:
-    writes through that are not seen.
 
     Attributes:
         returned_bytes: written back so far.
@@ -38,8 +36,11 @@ class DeviceValues:
     def __len__(self) -> int:
         return len(self._held)
 
-    def tensor(self, key: str) -> torch.Tensor:
+    def tensor(self, key: str, *, shown: bool) -> torch.Tensor:
         """The weight on the device. All tensors of one weight share their memory for as long as any of them lives.
+
+        Args:
+            shown: whether it, or a view of it, gets out of the caller's hands; else a write is made known by `note_written`.
 
         Raises:
             StoreError: the store has no such key, or is closed.
@@ -47,29 +48,38 @@ class DeviceValues:
         """
         self.settle()
         held = self._held.get(key)
-        if held is None:
-            source = self._store.source(key)
-            # The compiler describes real parameters while its modes are on, which would make a fake of what is copied here.
-            with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        # The compiler describes real parameters while its modes are on, which would make a fake of what is copied here.
+        with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+            if held is None:
+                source = self._store.source(key)
                 value = self._device.empty(source.shape, source.stride(), source.dtype)
                 value.copy_(source)
                 # Readers may be on other streams than the one that copies.
                 self._device.synchronize()
-            held = self._held[key] = _Value(value, value._version, self._store.version(key))
-        with _disable_current_modes():
+                held = self._held[key] = _Value(value, self._store.version(key))
+            held.shown |= shown
             return held.tensor.detach()
 
+    def note_shown(self, key: str) -> None:
+        """Somebody holds a tensor over the value's memory from now on."""
+        self._held[key].shown = True
+
+    def note_written(self, key: str) -> None:
+        """The value was written to."""
+        self._held[key].written = True
+
     def settle(self) -> None:
-        """Writes what has changed back to the store, and forgets the weights that nobody holds any more."""
+        """Writes what may have changed back to the store, and forgets the weights that nobody holds any more."""
         for key, held in list(self._held.items()):
-            if held.tensor._version != held.written:
+            alone = _is_ours_alone(held.tensor)
+            if alone or held.written or held.shown:
+                # Readers and writers may be on any stream; and copies from the store may be under way.
                 self._device.synchronize()
+            if held.written or held.shown:
                 self._store.write(key, held.tensor)
-                held.written, held.stored = held.tensor._version, self._store.version(key)
+                held.written, held.stored = False, self._store.version(key)
                 self.returned_bytes += held.tensor.nbytes
-            if _is_ours_alone(held.tensor):
-                # Its memory goes to the next that asks on the stream it was allocated on; readers may be on others.
-                self._device.synchronize()
+            if alone:
                 del self._held[key]
 
     def refresh(self, key: str) -> None:
@@ -79,7 +89,7 @@ class DeviceValues:
             with torch.no_grad():
                 held.tensor.copy_(self._store.source(key))
             self._device.synchronize()
-            held.written, held.stored = held.tensor._version, self._store.version(key)
+            held.stored = self._store.version(key)
 
 
 def _is_ours_alone(tensor: torch.Tensor) -> bool:

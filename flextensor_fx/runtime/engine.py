@@ -214,6 +214,16 @@ class Engine:
         """As `mapped`."""
         return self.mapped(key)
 
+    def borrowed(self, key: str) -> torch.Tensor:
+        """As `mapped`, so that the next two have nothing to do."""
+        return self.mapped(key)
+
+    def note_shown(self, key: str) -> None:
+        """Nothing to do."""
+
+    def note_written(self, key: str) -> None:
+        """Nothing to do."""
+
     def write(self, key: str, tensor: torch.Tensor) -> None:
         """Give a weight a new value, as `weight.copy_(tensor)` would: broadcast and converted.
 

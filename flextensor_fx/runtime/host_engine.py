@@ -283,14 +283,26 @@ class HostEngine:
             return value.copy_(source)
 
     def mapped(self, key: str) -> torch.Tensor:
-        """The value of a weight as a device tensor; a write to it, or to a view of it, reaches the store before it is read there.
+        """The value of a weight as a device tensor; a write to it, or to a view of it, is in the store before the next call.
 
         Raises:
             StoreError: the store has no such key, or the engine is closed.
         """
         if not self.aliases:
-            return self._values.tensor(key)
+            return self._values.tensor(key, shown=True)
         return self.host_value(key)
+
+    def borrowed(self, key: str) -> torch.Tensor:
+        """As `mapped`, for one op: the caller tells by `note_shown` and `note_written` what became of it."""
+        return self._values.tensor(key, shown=False)
+
+    def note_shown(self, key: str) -> None:
+        """A tensor over the memory of what `borrowed` gave is in the hands of eager code."""
+        self._values.note_shown(key)
+
+    def note_written(self, key: str) -> None:
+        """What `borrowed` gave was written to."""
+        self._values.note_written(key)
 
     def host_value(self, key: str) -> torch.Tensor:
         """The value of a weight as a host tensor that is the store's own memory.

@@ -34,6 +34,18 @@ class ValueSource(Protocol):
         """The value of weight `key` as a plain tensor on its device: a write to it is a write to the store."""
         ...
 
+    def borrowed(self, key: str) -> Tensor:
+        """As `mapped`, of a source that has copies made, for one op; what becomes of it is told by the next two."""
+        ...
+
+    def note_shown(self, key: str) -> None:
+        """A tensor over the borrowed memory is in the hands of eager code."""
+        ...
+
+    def note_written(self, key: str) -> None:
+        """The borrowed tensor was written to."""
+        ...
+
     def host_value(self, key: str) -> Tensor:
         """The value of weight `key` as a plain CPU tensor that is the store's own memory."""
         ...
@@ -185,13 +197,15 @@ class OffloadedParameter(Tensor):
                     f"{parameter.key}: {func} may write to an offloaded weight in a graph of another backend, and the change "
                     'would be lost; compile with backend="flextensor", or call flextensor_fx.release(model) first'
                 )
-            value = parameter.plain()
+            value = parameter.source.borrowed(parameter.key) if parameter._is_copied else parameter.plain()  # pyright: ignore[reportOptionalMemberAccess]
             stands_for[id(value)] = parameter
             return value
 
         values: Any = pytree.tree_map_only(OffloadedParameter, value_of, args)
         named: Any = pytree.tree_map_only(OffloadedParameter, value_of, dict(kwargs or {}))
         result = func(*values, **named)
+        if any(parameter._is_copied for parameter in stands_for.values()):
+            _note_use(func, args, kwargs or {}, stands_for, values, named, result)
         # An in-place op returns its argument: the caller must get its own object back.
         return pytree.tree_map_only(Tensor, lambda out: stands_for.get(id(out), out), result)
 
@@ -264,3 +278,32 @@ class OffloadedParameter(Tensor):
         if isinstance(self._handle, FakeTensor):
             return f"OffloadedParameter({self.key!r}, {tuple(self.shape)}, {self.dtype})"
         return f"Parameter containing (offloaded as {self.key!r}):\n{self.plain()!r}"
+
+
+def _note_use(
+    func: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    stands_for: Mapping[int, OffloadedParameter],
+    values: Any,
+    named: Any,
+    result: Any,
+) -> None:
+    """Tells the sources of copied values which of them `func` has written to, and which of them lie under its result."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            for parameter in pytree.tree_leaves(given):
+                if isinstance(parameter, OffloadedParameter) and parameter._is_copied:
+                    assert parameter.source is not None
+                    parameter.source.note_written(parameter.key)
+    given_out = {
+        out.untyped_storage()._cdata
+        for out in pytree.tree_leaves(result)
+        if isinstance(out, Tensor) and id(out) not in stands_for and out.layout is torch.strided
+    }
+    for value in pytree.tree_leaves((values, named)):
+        parameter = stands_for.get(id(value))
+        if parameter is not None and parameter._is_copied and value.untyped_storage()._cdata in given_out:
+            assert parameter.source is not None
+            parameter.source.note_shown(parameter.key)
