@@ -6,9 +6,11 @@ file and a line in `open_device`, and a model of streams can stand in for all of
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -164,8 +166,29 @@ class HostDevice:
         return (end - begin) * 1000
 
     def memory(self) -> tuple[int, int]:
-        page, free, total = (os.sysconf(name) for name in ("SC_PAGE_SIZE", "SC_AVPHYS_PAGES", "SC_PHYS_PAGES"))
-        return page * free, page * total
+        return _available_memory()
 
     def peak_allocated(self) -> int:
         return 0
+
+
+def _available_memory() -> tuple[int, int]:
+    """(bytes that this process could have without swapping, all that it may have): of the machine, or of its control group."""
+    page, free, total = (os.sysconf(name) for name in ("SC_PAGE_SIZE", "SC_AVPHYS_PAGES", "SC_PHYS_PAGES"))
+    free, total = page * free, page * total
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        # Free pages alone leave out what the system would give up for the asking, such as the page cache.
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    for limit_file, used_file in _GROUP_FILES:
+        with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
+            limit = int(Path(limit_file).read_text())
+            if limit < total:
+                free, total = min(free, max(0, limit - int(Path(used_file).read_text()))), limit
+    return free, total
+
+
+_GROUP_FILES = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
