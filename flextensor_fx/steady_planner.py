@@ -72,6 +72,8 @@ def plan_steady(
         served = circular_windows([uses[w] for w in sorted(chosen)], len(step_ms))
         held = sum(sizes) - sum(sizes[w] for w in chosen)
         pool = min(budget - held, max(sum(w.nbytes for w in served), least_pool))
+        if pool < least_pool:
+            continue  # the residents that were added to what the search found leave too little
         try:
             made = steady_schedule(served, len(step_ms), pool, lookahead)
         except PoolError:

@@ -50,7 +50,7 @@ def expected(model: Any, *inputs: Any) -> Any:
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("budget", ["100%", "85%", "70%", None])
+@pytest.mark.parametrize("budget", ["100%", "85%", "75%", None])
 def test_numbers_are_those_of_the_resident_model_without_a_race(
     device: ModelledDevice, objective: str, budget: str | None
 ) -> None:
@@ -209,8 +209,8 @@ def test_state_dicts_are_host_tensors_of_full_values(device: ModelledDevice) -> 
         assert state["head.weight"].untyped_storage().data_ptr() == state["table.weight"].untyped_storage().data_ptr()
         assert all(type(value) is Tensor for value in state.values())
         assert_equal(
-            dict(model.block.state_dict(prefix="b.")),
-            {"b." + k.removeprefix("block."): v for k, v in before.items() if k.startswith("block.")},
+            dict(model.block.state_dict(prefix="block.")),
+            {name: value for name, value in before.items() if name.startswith("block.")},
         )
         changed = {name: value + 1 for name, value in before.items()}
         model.load_state_dict(changed)
