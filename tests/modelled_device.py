@@ -41,6 +41,7 @@ class ModelledDevice(Core):
         name: in messages, for a test of several devices.
 
     Attributes:
+        phase: what the engine has been asked to do, where a test says so; see `engine_faults`.
         watched: how many `watching` blocks are open.
         copies, copied_bytes: queued so far, without those of replays.
         streams_made, events_made: by `new_stream` and `new_event`.
@@ -56,7 +57,7 @@ class ModelledDevice(Core):
     ) -> None:
         super().__init__(total_bytes, fail_pin_at, pin_limit, name)
         self.device = torch.device("cpu")
-        self.copies = self.copied_bytes = self.streams_made = self.events_made = 0
+        self.copies = self.copied_bytes = self.streams_made = self.user_streams_made = self.events_made = 0
 
     # The interface of runtime/device.py.
 
@@ -189,6 +190,12 @@ class ModelledDevice(Core):
         return self._allocator.peak
 
     # What a test does with it.
+
+    def user_stream(self) -> Stream:
+        """A stream of the user's, for tests that must tell them from the engine's."""
+        with self.lock:
+            self.user_streams_made += 1
+            return Stream(self.new_line(f"user stream {self.user_streams_made}"), user=True)
 
     @property
     def pinned_bytes(self) -> int:

@@ -23,10 +23,12 @@ class Stream:
 
     Attributes:
         graph: the capture that it is part of.
+        user: it is one of the user's, not of an engine's.
     """
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: Line, user: bool = False) -> None:
         self.own = self.line = line
+        self.user = user
         self.graph: Graph | None = None
 
     def __repr__(self) -> str:
