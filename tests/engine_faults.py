@@ -1,7 +1,7 @@
 """Faults of a transfer engine, each as a device that does not do quite what the engine asks of it.
 
-So the same faults serve for any engine. A device's `phase` says what the engine was asked to do: start, finish, drop, ahead, write
-or close; `Stream.user` tells the user's streams from the engine's.
+So the same faults serve for any engine. A device's `phase` says what the engine was asked to do: start, finish, drop, ahead,
+write or close; `Stream.user` tells the user's streams from the engine's.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from modelled_device import ModelledDevice
 from modelled_queue import Event, Stream
 from modelled_races import Kind
@@ -83,14 +84,17 @@ class AllocatedOnOtherStream(ModelledDevice):
             return super().empty(size, stride, dtype)
 
 
-class OneEvent(ModelledDevice):
-    """An event is back in the pool, and recorded again, before the wait for it is queued."""
+class EventReturnedEarly(ModelledDevice):
+    """A transfer's event is back in the pool, and stands for the next one's allocation, before the wait for it is queued."""
 
-    only: Event | None = None
+    early: Event | None = None
 
-    def new_event(self) -> Event:
-        self.only = self.only or super().new_event()
-        return self.only
+    def record(self, event: Event, stream: Stream) -> None:
+        super().record(event, stream)
+        if not stream.user:
+            self.early = event
+        elif self.early is not None:
+            super().record(self.early, stream)
 
 
 class DroppedInFlight(ModelledDevice):
@@ -176,9 +180,11 @@ class NotPinned(ModelledDevice):
 
 @dataclass(frozen=True)
 class Fault:
-    """Attributes:
-    kind: of the race that it must lead to; others may come with it.
-    wrong: whether it also leads to wrong numbers.
+    """What must be found.
+
+    Attributes:
+        kind: of the race that it leads to; others may come with it.
+        wrong: whether it always leads to wrong numbers too.
     """
 
     device: type[ModelledDevice]
@@ -197,15 +203,15 @@ FAULTS = (
     Fault(CopyStreamDoesNotWait, Kind.UNALLOCATED),
     Fault(AllocatedOnCopyStream, Kind.FREED),
     Fault(AllocatedOnOtherStream, Kind.FREED),
-    Fault(OneEvent, Kind.UNARRIVED, wrong=True),
+    Fault(EventReturnedEarly, Kind.UNARRIVED, wrong=True),
     Fault(DroppedInFlight, Kind.FREED),
-    Fault(SharedDestination, Kind.OVERWRITTEN, wrong=True),
+    Fault(SharedDestination, Kind.UNARRIVED, wrong=True),
     Fault(WrittenUnsynchronized, Kind.SOURCE_WRITTEN),
     Fault(UnpinnedUnsynchronized, Kind.SOURCE_UNPINNED),
     Fault(CaptureNotJoined, Kind.CAPTURE_UNJOINED, wrong=True),
     Fault(CaptureNotForked, Kind.CAPTURE_ISOLATION, wrong=True),
     Fault(StaleAhead, Kind.FREED),
-    Fault(WrongCurrentStream, Kind.UNARRIVED, wrong=True),
+    Fault(WrongCurrentStream, Kind.UNARRIVED),
     Fault(NotPinned, Kind.CAPTURE_PAGEABLE, wrong=True),
 )
 
@@ -213,5 +219,3 @@ FAULTS = (
 def _same(copy: Event, event: Event) -> Event:
     copy.clock, copy.line, copy.graph, copy.place = event.clock, event.line, event.graph, event.place
     return copy
-
-

@@ -1,7 +1,7 @@
 """Programs of calls, writes and captures for a transfer engine over a modelled device, and random ones.
 
-An engine has `start(key) -> transfer`, `finish(transfer) -> tensor`, `start_ahead(key)`, `write(key, value)` and `close()`. A transfer
-is dropped with its last reference.
+An engine has `start(key) -> transfer`, `finish(transfer) -> tensor`, `start_ahead(key)`, `write(key, value)` and `close()`.
+A transfer is dropped with its last reference.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from modelled_device import ModelledDevice
 from modelled_queue import Stream, by_the_model
 from modelled_races import Race

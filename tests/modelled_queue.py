@@ -102,6 +102,10 @@ class Copy:
             offset = self.into - memory.data_ptr()
             torch.empty(0, dtype=torch.uint8).set_(memory, offset, size, stride).fill_(UNWRITTEN)
 
+    def alive(self) -> bool:
+        """Whether the destination is still there."""
+        return self._memory() is not None
+
     def _memory(self) -> torch.UntypedStorage | None:
         block = self.block
         if block.memory is not None:
