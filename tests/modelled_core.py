@@ -83,8 +83,15 @@ class Core:
             memory = torch.from_numpy(block.memory).untyped_storage()
             return torch.empty(0, dtype=value.dtype).set_(memory, offset, value.shape, value.stride())
 
+    def is_new(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is neither on this device nor in pinned memory of the host."""
+        return self.block(tensor) is None and not self.is_pinned(tensor)
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return self._pins.pinned(tensor.data_ptr(), tensor.data_ptr() + 1)
+
     def is_host(self, tensor: torch.Tensor) -> bool:
-        return self.block(tensor) is None or self._pins.pinned(tensor.data_ptr(), tensor.data_ptr() + 1)
+        return self.block(tensor) is None or self.is_pinned(tensor)
 
     def kernel(self, line: Line, what: str, reads: Sequence[Any], writes: Sequence[Any]) -> None:
         """Queues a kernel. `reads` and `writes` are places."""

@@ -19,6 +19,7 @@ that run past torch's dispatcher (generated C++; name them with `launch`), and o
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -57,6 +58,7 @@ class ModelledDevice(Core):
     ) -> None:
         super().__init__(total_bytes, fail_pin_at, pin_limit, name)
         self.device = torch.device("cpu")
+        self.shares_memory = False
         self.copies = self.copied_bytes = self.streams_made = self.user_streams_made = self.events_made = 0
 
     # The interface of runtime/device.py.
@@ -180,6 +182,21 @@ class ModelledDevice(Core):
                     self.land_all(line)
             for graph in self._graphs:
                 graph.let_go(address, end)
+
+    def mark(self, stream: Stream) -> Event:
+        event = Event()
+        self.record(event, stream)
+        event.seconds = time.perf_counter()
+        return event
+
+    def ms_between(self, begin: Event, end: Event) -> float:
+        with self.lock:
+            for event in (begin, end):
+                if event.clock is None or self._known[event.line.index] < event.clock[event.line.index]:
+                    raise RuntimeError(
+                        "a mark's time is asked for before the host has waited for it: synchronise first"
+                    )
+        return (end.seconds - begin.seconds) * 1000
 
     def memory(self) -> tuple[int, int]:
         with self.lock:

@@ -39,16 +39,18 @@ class Event:
     """An event. `clock` is what its last record comes after, None before the first; `line` where that was.
 
     Attributes:
+        seconds: when it was queued; of marks.
         graph, place: the capture in which it was recorded last, and the number of the record there.
     """
 
-    __slots__ = ("clock", "graph", "line", "place")
+    __slots__ = ("clock", "graph", "line", "place", "seconds")
 
     def __init__(self) -> None:
         self.clock: list[int] | None = None
         self.graph: Graph | None = None
         self.line: Any = None
         self.place = 0
+        self.seconds = 0.0
 
 
 class Copy:

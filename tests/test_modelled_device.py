@@ -298,6 +298,15 @@ def test_pageable_copy_takes_the_bytes_at_once() -> None:
         device.assert_no_race()
 
 
+def test_time_between_marks_that_the_host_has_waited_for() -> None:
+    device = ModelledDevice()
+    begin, end = device.mark(device.current_stream()), device.mark(device.new_stream())
+    with pytest.raises(RuntimeError, match="synchronise first"):
+        device.ms_between(begin, end)
+    device.synchronize()
+    assert device.ms_between(begin, end) >= 0
+
+
 def test_devices_are_apart() -> None:
     one, two = ModelledDevice(name="one"), ModelledDevice(name="two")
     with Watching(one, two):
