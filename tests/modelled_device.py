@@ -9,6 +9,8 @@ It stands in for `flextensor_fx.runtime.device.Device`. What the engine does thr
         model(x)
     device.assert_no_race()
 
+A tensor from before is host memory to it; `adopt` makes one the device's.
+
 Streams run in order, each beside the others and beside the host, as late as the order allows: a copy's bytes arrive when a
 stream or the host waits for it, and until then its destination holds 0xFF. So a missing wait is a race and a wrong number.
 

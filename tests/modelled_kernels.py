@@ -39,12 +39,14 @@ class Watching(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         for device in self._devices:
-            device.watched += 1
+            with device.lock:
+                device.watched += 1
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         for device in self._devices:
-            device.watched -= 1
+            with device.lock:
+                device.watched -= 1
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
+import torch
 
 from engine_faults import FAULTS, Fault
 from engine_programs import Call, Program, Write, random_program, run_program
@@ -50,6 +53,26 @@ def test_the_right_engine_has_no_race_in_random_programs(first: int) -> None:
 def test_random_programs_find_each_fault(fault: Fault) -> None:
     found = (run_program(random_program(seed), fault.device(), ReferenceEngine) for seed in range(120))
     assert any(fault.kind in {race.kind for race in outcome.races} for outcome in found)
+
+
+def test_threads_on_streams_of_their_own() -> None:
+    device, wrong = ModelledDevice(), []
+    engine = ReferenceEngine(device, {key: torch.full((8, 8), float(index)) for index, key in enumerate(KEYS)})
+
+    def work() -> None:
+        with device.watching(), device.stream(device.user_stream()):
+            for round_ in range(50):
+                index = round_ % len(KEYS)
+                weight = engine.finish(engine.start(KEYS[index]))
+                wrong.append(bool((weight + 1).ne(index + 1).any()))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == [False] * 150
+    device.assert_no_race()
 
 
 def test_programs_read_back_weights_more_than_once() -> None:
