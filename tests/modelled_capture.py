@@ -142,4 +142,8 @@ class Graph:
             device.report(Kind.SOURCE_UNPINNED, access.name, None, access)
             job.blank()
             return
+        if not job.alive():
+            access = device.access("copy of a replay", line, job)
+            device.report(Kind.FREED, access.name, None, access)
+            return
         device.queue_copy(line, job, reach, sums=device.watched > 0 and job.keep is not None)

@@ -9,6 +9,8 @@ It stands in for `flextensor_fx.runtime.device.Device`. What the engine does thr
         model(x)
     device.assert_no_race()
 
+A tensor from before is host memory to it; `adopt` makes one the device's.
+
 Streams run in order, each beside the others and beside the host, as late as the order allows: a copy's bytes arrive when a
 stream or the host waits for it, and until then its destination holds 0xFF. So a missing wait is a race and a wrong number.
 
@@ -42,6 +44,7 @@ class ModelledDevice(Core):
         name: in messages, for a test of several devices.
 
     Attributes:
+        phase: what the engine has been asked to do, where a test says so; see `engine_faults`.
         watched: how many `watching` blocks are open.
         copies, copied_bytes: queued so far, without those of replays.
         streams_made, events_made: by `new_stream` and `new_event`.
@@ -58,7 +61,7 @@ class ModelledDevice(Core):
         super().__init__(total_bytes, fail_pin_at, pin_limit, name)
         self.device = torch.device("cpu")
         self.shares_memory = False
-        self.copies = self.copied_bytes = self.streams_made = self.events_made = 0
+        self.copies = self.copied_bytes = self.streams_made = self.user_streams_made = self.events_made = 0
 
     # The interface of runtime/device.py.
 
@@ -182,6 +185,21 @@ class ModelledDevice(Core):
             for graph in self._graphs:
                 graph.let_go(address, end)
 
+    def mark(self, stream: Stream) -> Event:
+        event = Event()
+        self.record(event, stream)
+        event.seconds = time.perf_counter()
+        return event
+
+    def ms_between(self, begin: Event, end: Event) -> float:
+        with self.lock:
+            for event in (begin, end):
+                if event.clock is None or self._known[event.line.index] < event.clock[event.line.index]:
+                    raise RuntimeError(
+                        "a mark's time is asked for before the host has waited for it: synchronise first"
+                    )
+        return (end.seconds - begin.seconds) * 1000
+
     def memory(self) -> tuple[int, int]:
         with self.lock:
             self._allocator.drain()
@@ -190,13 +208,13 @@ class ModelledDevice(Core):
     def peak_allocated(self) -> int:
         return self._allocator.peak
 
-    def mark(self, stream: Stream) -> float:
-        return time.perf_counter()
-
-    def ms_between(self, begin: float, end: float) -> float:
-        return (end - begin) * 1000
-
     # What a test does with it.
+
+    def user_stream(self) -> Stream:
+        """A stream of the user's, for tests that must tell them from the engine's."""
+        with self.lock:
+            self.user_streams_made += 1
+            return Stream(self.new_line(f"user stream {self.user_streams_made}"), user=True)
 
     @property
     def pinned_bytes(self) -> int:

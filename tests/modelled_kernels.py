@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_map
 
 from flextensor_fx.passes.ops import ALL_OPS
+from flextensor_fx.runtime import op_implementations
 from modelled_device import ModelledDevice
 from modelled_queue import BUSY, by_the_model
 
@@ -38,18 +39,23 @@ class Watching(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         for device in self._devices:
-            device.watched += 1
+            with device.lock:
+                device.watched += 1
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         for device in self._devices:
-            device.watched -= 1
+            with device.lock:
+                device.watched -= 1
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if BUSY.depth or func in ALL_OPS:
+        if BUSY.depth:
             return func(*args, **kwargs)
+        if func in ALL_OPS:
+            with self:  # what the engine computes is seen too
+                return getattr(op_implementations, func._opname)(*args, **kwargs)
         reads, writes = _arguments(func, args, kwargs)
         tensors = reads + writes
         if any(is_traceable_wrapper_subclass(tensor) for tensor in tensors):
@@ -65,12 +71,14 @@ class Watching(TorchDispatchMode):
             for t in _tensors(result)
             if not isinstance(t, FakeTensor) and t.device.type == "cpu" and t.layout == torch.strided
         ]
+        if func._schema.name == "aten::set_":
+            return result  # a tensor over memory that is somebody's already
         if device.on_this_host:
             for tensor in writes:
                 device.host_wrote(tensor)
             return result
         known = {tensor.untyped_storage()._cdata for tensor in tensors}
-        fresh = [t for t in made if t.numel() and t.untyped_storage()._cdata not in known and device.block(t) is None]
+        fresh = [t for t in made if t.numel() and t.untyped_storage()._cdata not in known and device.is_new(t)]
         if not writes and not fresh and (made or func._schema.name not in _HOST_WAITS):
             return result  # a view, or a question about a shape
         if stream.graph is not None and fresh:

@@ -164,9 +164,9 @@ class Sources:
     def __init__(self) -> None:
         self._ranges: dict[tuple[int, int], _Source] = {}
 
-    def note(self, access: Access, keep: Any, sums: bool) -> list[Race] | None:
+    def note(self, low: int, high: int, access: Access, keep: Any, sums: bool) -> list[Race] | None:
         """A copy was queued that reads the range."""
-        place = (access.low, access.high)
+        place = (low, high)
         source = self._ranges.get(place)
         races = None
         if source is None:

@@ -23,10 +23,12 @@ class Stream:
 
     Attributes:
         graph: the capture that it is part of.
+        user: it is one of the user's, not of an engine's.
     """
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: Line, user: bool = False) -> None:
         self.own = self.line = line
+        self.user = user
         self.graph: Graph | None = None
 
     def __repr__(self) -> str:
@@ -37,16 +39,18 @@ class Event:
     """An event. `clock` is what its last record comes after, None before the first; `line` where that was.
 
     Attributes:
+        seconds: when it was queued; of marks.
         graph, place: the capture in which it was recorded last, and the number of the record there.
     """
 
-    __slots__ = ("clock", "graph", "line", "place")
+    __slots__ = ("clock", "graph", "line", "place", "seconds")
 
     def __init__(self) -> None:
         self.clock: list[int] | None = None
         self.graph: Graph | None = None
         self.line: Any = None
         self.place = 0
+        self.seconds = 0.0
 
 
 class Copy:
@@ -99,6 +103,10 @@ class Copy:
             size, stride = (*size, dtype.itemsize), (*(step * dtype.itemsize for step in stride), 1)
             offset = self.into - memory.data_ptr()
             torch.empty(0, dtype=torch.uint8).set_(memory, offset, size, stride).fill_(UNWRITTEN)
+
+    def alive(self) -> bool:
+        """Whether the destination is still there."""
+        return self._memory() is not None
 
     def _memory(self) -> torch.UntypedStorage | None:
         block = self.block

@@ -63,9 +63,10 @@ class ReferenceEngine:
             self.ahead[key] = self._start(key)
 
     def finish(self, transfer: Transfer) -> torch.Tensor:
-        if transfer.stream != self.device.current_stream():
+        current = self.device.current_stream()
+        if transfer.stream != current:
             transfer = self._start(transfer.key)
-        self.device.wait(transfer.stream, transfer.event)
+        self.device.wait(current, transfer.event)
         self.events.append(transfer.event)
         tensor, transfer.tensor = transfer.tensor, None
         assert tensor is not None, "a transfer was finished twice"
