@@ -149,7 +149,7 @@ def compiled(model: nn.Module, ids: Tensor, **how: Any) -> Callable[[], Tensor]:
 def engine_of(model: nn.Module) -> Engine:
     """The engine of an offloaded model."""
     (session,) = find_sessions(model)
-    assert session.engine is not None, "everything fits the budget, so nothing is streamed"
+    assert isinstance(session.engine, Engine), "everything fits the budget, so nothing is streamed"
     return session.engine
 
 

@@ -223,7 +223,7 @@ def session_of(model: nn.Module) -> Session:
 
 
 def engine_of(session: Session) -> Engine:
-    assert session.engine is not None, "everything fits the budget, so nothing is streamed"
+    assert isinstance(session.engine, Engine), "everything fits the budget, so nothing is streamed"
     return session.engine
 
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import flextensor_fx
 from compiling import Inner
 from flextensor_fx import tiers
+from flextensor_fx.runtime.host_engine import HostEngine
+from flextensor_fx.runtime.host_store import HostStore
+from flextensor_fx.runtime.layout import spec_of
+from flextensor_fx.runtime.store import Store
 from modelled_device import ModelledDevice
 
 Install = Callable[..., ModelledDevice]
@@ -40,4 +45,19 @@ def stream_from_host(model: Any, *, inner: Inner = "aot_eager", fullgraph: bool 
     return torch.compile(model, backend=flextensor_fx.flextensor, fullgraph=fullgraph, options=chosen)
 
 
-__all__ = ["Install", "device", "install", "stream_from_host"]
+def host_engine(device: ModelledDevice, weights: Mapping[str, Tensor], pool_bytes: int = 1 << 20) -> HostEngine:
+    """An engine of the host tier that holds `weights`."""
+    store = HostStore(device, _no_files)
+    store.add([spec_of(key, weight) for key, weight in weights.items()])
+    for key, weight in weights.items():
+        store.write(key, weight)
+    engine = HostEngine("test", store, device, pool_bytes)
+    engine.seal()
+    return engine
+
+
+def _no_files() -> Store:
+    raise AssertionError("without a limit nothing lies in files")
+
+
+__all__ = ["Install", "device", "host_engine", "install", "stream_from_host"]

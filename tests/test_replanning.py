@@ -21,6 +21,7 @@ from flextensor_fx.link_profile import LinkProfile
 from flextensor_fx.profile import Profile
 from flextensor_fx.recording import record_call
 from flextensor_fx.runtime.engine import Engine
+from flextensor_fx.runtime.host_engine import HostEngine
 from flextensor_fx.runtime.parameter import OffloadedParameter
 from flextensor_fx.session import Session
 from flextensor_fx.session_profile import profile_of
@@ -327,7 +328,7 @@ def mlp_like(model: nn.Module) -> nn.Sequential:
     return other
 
 
-def engine_of(session: Session) -> Engine:
+def engine_of(session: Session) -> Engine | HostEngine:
     assert session.engine is not None
     return session.engine
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import pytest
 import torch
 
 from engine_faults import FAULTS, Fault
-from engine_programs import Call, Program, Write, random_program, run_program
+from engine_programs import Call, MakeEngine, Program, Write, random_program, run_program
 from modelled_device import ModelledDevice
+from modelled_session import host_engine
 from reference_engine import ReferenceEngine
 
 KEYS = ("a", "b", "c", "d")
@@ -27,37 +29,43 @@ TYPICAL = Program(
 )
 
 
-def test_the_right_engine_has_no_race() -> None:
+ENGINES = [pytest.param(ReferenceEngine, id="reference"), pytest.param(host_engine, id="real")]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_right_engine_has_no_race(engine: MakeEngine) -> None:
     device = ModelledDevice()
-    outcome = run_program(TYPICAL, device, ReferenceEngine)
+    outcome = run_program(TYPICAL, device, engine)
     device.assert_no_race()
     assert outcome.wrong == 0 and device.pinned_bytes == 0 and device.events_made < 8
 
 
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
-def test_each_fault_is_found(fault: Fault) -> None:
-    outcome = run_program(TYPICAL, fault.device(), ReferenceEngine)
+def test_each_fault_is_found(fault: Fault, engine: MakeEngine) -> None:
+    outcome = run_program(TYPICAL, fault.device(), engine)
     assert fault.kind in {race.kind for race in outcome.races}, "\n".join(map(str, outcome.races))
     assert outcome.wrong > 0 or not fault.wrong
 
 
-@pytest.mark.parametrize("first", range(0, 320, 40))
-def test_the_right_engine_has_no_race_in_random_programs(first: int) -> None:
-    for seed in range(first, first + 40):
+@pytest.mark.parametrize("pool", [1 << 20, 600])  # in the second there is no room for copies ahead of most calls
+@pytest.mark.parametrize("first", range(0, 320, 80))
+def test_the_real_engine_has_no_race_in_random_programs(first: int, pool: int) -> None:
+    for seed in range(first, first + 80):
         device = ModelledDevice()
-        outcome = run_program(random_program(seed), device, ReferenceEngine)
+        outcome = run_program(random_program(seed), device, partial(host_engine, pool_bytes=pool))
         assert not outcome.races and not outcome.wrong, f"seed {seed}: {outcome.wrong} wrong, {outcome.races[:3]}"
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_random_programs_find_each_fault(fault: Fault) -> None:
-    found = (run_program(random_program(seed), fault.device(), ReferenceEngine) for seed in range(120))
+    found = (run_program(random_program(seed), fault.device(), host_engine) for seed in range(120))
     assert any(fault.kind in {race.kind for race in outcome.races} for outcome in found)
 
 
 def test_threads_on_streams_of_their_own() -> None:
     device, wrong = ModelledDevice(), []
-    engine = ReferenceEngine(device, {key: torch.full((8, 8), float(index)) for index, key in enumerate(KEYS)})
+    engine = host_engine(device, {key: torch.full((8, 8), float(index)) for index, key in enumerate(KEYS)})
 
     def work() -> None:
         with device.watching(), device.stream(device.user_stream()):

@@ -385,3 +385,11 @@ def test_close_to_the_optimum_on_tiny_cases():
         ratios.append(made.predicted_ms / best)
     assert sum(ratios) / len(ratios) < 1.005
     assert max(ratios) < 1.05
+
+
+def test_the_pool_that_a_graph_needs_is_kept_by_every_set_that_is_tried() -> None:
+    sizes = (512, 64, 512, 1024, 512, 512, 512)
+    uses = [("table", 4096, (0, 8)), *((f"b{n}", nbytes, (n,)) for n, nbytes in enumerate(sizes, 1))]
+    made = plan(uses, [0.001] * 9, Link(0.005, 5e6, "made up"), 7293, objective="steady", least_pool_bytes=4904)
+    assert made.pool >= 4904
+    assert made.peak_bytes <= 7293

@@ -130,6 +130,9 @@ class HostEngine:
         Raises:
             StoreError: the store has no such key, the engine is closed, or the device has no memory left.
         """
+        if self.device.capturing():
+            # What was begun outside of the capture cannot be waited for in it: copies for the next call stay as they are.
+            return self._capture(key)
         if self._values:
             self._values.settle()
         if self._ahead:
@@ -142,8 +145,6 @@ class HostEngine:
     def _start(self, key: str) -> DeviceTransfer:
         device, copies, books = self.device, self._copies, self._books
         source = self.store.source(key)
-        if device.capturing():
-            self._note_captured(key)
         stream = device.current_stream()
         try:
             weight = device.empty(source.shape, source.stride(), source.dtype)
@@ -168,6 +169,15 @@ class HostEngine:
         self._copied += weight.nbytes
         self._peak_live = max(self._peak_live, books.live)
         return DeviceTransfer(books, key, weight, stream, event, self.store.version(key))
+
+    def _capture(self, key: str) -> DeviceTransfer:
+        if not self.store.is_pinned(key):
+            raise OffloadError(
+                f"weight {key!r}: a graph of the device is being captured, and the weight's memory is not pinned "
+                f"({self.store.unpinned_because}), so that its copy cannot be part of it; switch CUDA graphs off"
+            )
+        self._captured += 1
+        return self._start(key)
 
     def finish(self, transfer: DeviceTransfer) -> torch.Tensor:
         """Have the current stream wait for a weight. The host does not wait.
@@ -405,14 +415,6 @@ class HostEngine:
         while self._drop_ahead():
             pass
         self._finalizer()
-
-    def _note_captured(self, key: str) -> None:
-        self._captured += 1
-        if not self.store.is_pinned(key):
-            raise OffloadError(
-                f"weight {key!r}: a graph of the device is being captured, and the weight's memory is not pinned "
-                f"({self.store.unpinned_because}), so that its copy cannot be part of it; switch CUDA graphs off"
-            )
 
     def _no_memory(self, key: str, nbytes: int) -> StoreError:
         free, total = self.device.memory()
