@@ -169,7 +169,13 @@ class Report:
                 f"peak {format_bytes(graph.peak_bytes)}, passes {graph.pass_seconds * 1e3:.0f} ms"
                 + (f", {len(graph.steady.ahead)} begun in the call before" if graph.steady is not None else "")
             )
-        if stats is not None:
+        if stats is not None and stats.device is not None:
+            lines.append(
+                f"  seen        {stats.transfers} transfers, held at most {format_bytes(stats.peak_pool_bytes)} of "
+                f"{format_bytes(stats.pool_bytes)}; {stats.device}"
+                + (f"; {stats.ahead} begun ahead of a call, {stats.dropped} of them in vain" if stats.ahead else "")
+            )
+        elif stats is not None:
             rate = f"{stats.bandwidth / 1e6:.2f} GB/s" if stats.bandwidth else "no reads yet"
             lines.append(
                 f"  seen        {stats.transfers} transfers, {format_bytes(stats.disk_bytes)} from disk, "

@@ -208,6 +208,20 @@ def _engine(report: Report) -> str:
     stats = report.stats
     if stats is None:
         return ""
+    if stats.device is not None:
+        device = stats.device
+        rows = [
+            ("transfers", f"{stats.transfers}"),
+            (f"copied to {device.device}", format_bytes(device.copied_bytes)),
+            ("written back by eager code", format_bytes(device.returned_bytes)),
+            ("captured in graphs of the device", f"{device.captured}"),
+            ("pinned host memory", format_bytes(device.pinned_bytes)),
+            ("pageable host memory", f"{format_bytes(device.pageable_bytes)} {device.unpinned_because}".rstrip()),
+            ("pool", format_bytes(stats.pool_bytes)),
+            ("most of it held", format_bytes(stats.peak_pool_bytes)),
+            ("torch's peak on the device, all in all", format_bytes(device.peak_allocated)),
+        ]
+        return f"<details><summary>The engine, over all calls</summary>{_table(('', 'so far'), rows)}</details>"
     rows = [
         ("transfers", f"{stats.transfers}"),
         ("read from disk", format_bytes(stats.disk_bytes)),

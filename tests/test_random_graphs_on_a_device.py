@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def random_function(seed: int) -> tuple[Callable[..., Tensor], dict[str, Tensor]
     generator = torch.Generator().manual_seed(seed)
     weights = {f"m:{name}": torch.randn(SIDE, SIDE, generator=generator) for name in names}
 
-    def function(x: Tensor, value_of: Callable[[str], Tensor] = weight) -> Tensor:
+    def function(x: Tensor, value_of: Callable[[str], Tensor]) -> Tensor:
         kept: list[Tensor] = []
         values: dict[str, Tensor] = {}
         for name, kind in steps:
@@ -66,7 +67,9 @@ def test_numbers_order_and_memory(first: int) -> None:
         function, weights = random_function(seed)
         x = torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(seed))
         steady, lookahead = chance.random() < 0.3, chance.choice([None, 0, 1, 2])
-        module, schedules = lowered(trace(lambda x: function(x)), 8 * NBYTES, lookahead, all_realized, steady=steady)
+        module, schedules = lowered(
+            trace(partial(function, value_of=weight)), 8 * NBYTES, lookahead, all_realized, steady=steady
+        )
         pool = schedules["m"].peak_bytes if "m" in schedules else 0
 
         device = ModelledDevice()
@@ -77,7 +80,7 @@ def test_numbers_order_and_memory(first: int) -> None:
             found = _run(module, x, device, engine)
         finally:
             registry.unregister(engine)
-        want = function(x, lambda name: weights[f"m:{name}"])  # noqa: B023 - called at once
+        want = function(x, {name.removeprefix("m:"): value for name, value in weights.items()}.__getitem__)
         assert all(torch.equal(one, want) for one in found), f"seed {seed}: wrong numbers"
         assert not device.races, f"seed {seed}: {device.races[:3]}"
         assert engine.stats().peak_pool_bytes <= max(pool, NBYTES), f"seed {seed}"

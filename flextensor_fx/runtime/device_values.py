@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from flextensor_fx.runtime.device import Device
 from flextensor_fx.runtime.host_store import HostStore
+from flextensor_fx.runtime.layout import has_other_holders
 
 
 @dataclass(slots=True)
@@ -71,7 +72,7 @@ class DeviceValues:
     def settle(self) -> None:
         """Writes what may have changed back to the store, and forgets the weights that nobody holds any more."""
         for key, held in list(self._held.items()):
-            alone = _is_ours_alone(held.tensor)
+            alone = not has_other_holders(held.tensor)
             if alone or held.written or held.shown:
                 # Readers and writers may be on any stream; and copies from the store may be under way.
                 self._device.synchronize()
@@ -90,17 +91,3 @@ class DeviceValues:
                 held.tensor.copy_(self._store.source(key))
             self._device.synchronize()
             held.stored = self._store.version(key)
-
-
-def _is_ours_alone(tensor: torch.Tensor) -> bool:
-    storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) <= _OURS
-
-
-def _uses_of_one() -> int:
-    tensor = torch.empty(1)
-    storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata)
-
-
-_OURS = _uses_of_one()

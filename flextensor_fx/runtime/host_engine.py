@@ -12,6 +12,7 @@ The host waits for nothing, unless a weight is written.
 
 from __future__ import annotations
 
+import gc
 import uuid
 import weakref
 from collections.abc import Iterable, Iterator
@@ -115,9 +116,9 @@ class HostEngine:
         self._books = _Books(device)
         self._values = DeviceValues(device, store)
         self._ahead: Ahead[DeviceTransfer] = Ahead(DeviceTransfer.drop)
-        self._exposed: set[str] = set()
         self._transfers = self._started_ahead = self._captured = self._copied = self._peak_live = 0
         self._closed = False
+        self._compiled = True
         self._finalizer = weakref.finalize(self, _close, store, device)
 
     # --- transfers -------------------------------------------------------------------------------------------------
@@ -236,14 +237,19 @@ class HostEngine:
         """Begin to copy a weight that the next call will `start`, which then gets this transfer.
 
         Does nothing without room in the pool, while a graph is captured, which could not hand it on, nor where the last such
-        copies of the weight were made for nothing. What is held for the next call makes room for other transfers.
+        copies of the weight were made for nothing, or while somebody holds a tensor over its host memory, since a write to that
+        is not seen. What is held for the next call makes room for other transfers.
 
         Raises:
             StoreError: as `start`.
         """
-        if self.device.capturing() or key in self._exposed:
+        if self.device.capturing() or self._ahead.renew(key) or self._ahead.skip(key):
             return
-        if self._ahead.renew(key) or self._ahead.skip(key):
+        if self._compiled and self.store.is_held(key):
+            # What a compilation leaves behind holds tensors of weights in cycles, which may not be collected for long.
+            self._compiled = False
+            gc.collect()
+        if self.store.is_held(key):
             return
         if self._books.live + self.store.spec(key).nbytes > self._pool_bytes:
             return
@@ -322,9 +328,7 @@ class HostEngine:
         """
         self.settle()
         source = self.store.source(key)
-        # Writes to it are not seen, so that no copy of it may be made ahead of a call.
-        self._exposed.add(key)
-        self._ahead.discard(key)
+        self._ahead.discard(self.store.travels_as(key))  # a write to it is not seen, and must reach the very next call
         with torch.inference_mode(False):
             return torch.empty(0, dtype=source.dtype).set_(
                 source.untyped_storage(), source.storage_offset(), source.shape, source.stride()
@@ -382,7 +386,8 @@ class HostEngine:
             self.recorder = before
 
     def note_compilation(self) -> None:
-        """A graph of these weights was compiled."""
+        """A graph of these weights was compiled; see `start_ahead`."""
+        self._compiled = True
 
     def set_pool(self, nbytes: int) -> None:
         """Change the bytes that the weights of one graph may take together."""

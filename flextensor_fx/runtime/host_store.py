@@ -16,7 +16,7 @@ from flextensor_fx.errors import StoreError
 from flextensor_fx.passes.schedule import format_bytes
 from flextensor_fx.runtime.container import round_up
 from flextensor_fx.runtime.device import Device, PinError
-from flextensor_fx.runtime.layout import WeightSpec, tensor_over
+from flextensor_fx.runtime.layout import WeightSpec, has_other_holders, tensor_over
 from flextensor_fx.runtime.mapping import Mappings
 from flextensor_fx.runtime.store import Store
 
@@ -88,6 +88,7 @@ class HostStore:
         self._versions: dict[str, int] = {}
         self._slab_of: dict[str, _Slab] = {}
         self._pack_of: dict[str, str] = {}
+        self._members: dict[str, tuple[str, ...]] = {}
         self._lock = threading.Lock()
         self._closed = False
 
@@ -151,6 +152,7 @@ class HostStore:
     def _add_members(self, pack: Pack) -> None:
         key = pack.spec.key
         slab = self._slab_of.get(key)
+        self._members[key] = tuple(spec.key for spec, _ in pack.members)
         for spec, element in pack.members:
             if slab is None:
                 source = self._sources[key].as_strided(spec.shape, spec.stride, element)
@@ -204,6 +206,15 @@ class HostStore:
     def version(self, key: str) -> int:
         """Number of writes so far: 0 has no value yet."""
         return self._versions.get(key, 0)
+
+    def travels_as(self, key: str) -> str:
+        """The key of the pack that a weight is in; its own where it is in none."""
+        return self._pack_of.get(key, key)
+
+    def is_held(self, key: str) -> bool:
+        """Whether anybody but this store has a tensor over the memory of a weight, or of any that travels with it."""
+        members = self._members.get(key, ())
+        return any(has_other_holders(self._sources[one]) for one in (key, *members))
 
     def is_pinned(self, key: str) -> bool:
         """Whether copies from the weight run beside the host."""

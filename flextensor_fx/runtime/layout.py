@@ -139,3 +139,9 @@ def tensor_over(spec: WeightSpec, memory: np.ndarray, shift: int) -> torch.Tenso
     array = np.ndarray(spec.shape, spec.array_dtype, memory, shift, spec.byte_stride)  # pyright: ignore[reportArgumentType]
     tensor = torch.from_numpy(array)
     return tensor if tensor.dtype == spec.dtype else tensor.view(spec.dtype)
+
+
+def has_other_holders(tensor: torch.Tensor) -> bool:
+    """Whether any tensor but this one refers to its memory."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > 2  # the tensor's own reference, and that of `storage`
