@@ -154,7 +154,7 @@ def host_cost(output: Output, counts: tuple[int, ...], rounds: int) -> None:
         plain = Stack(lambda: nn.Linear(64, 64, bias=False), count).eval()
         resident = torch.compile(plain, backend="inductor", fullgraph=True)
         model = Stack(lambda: nn.Linear(64, 64, bias=False), count).eval()
-        chosen = SELECT | {"store": None if tier == "disk" else "host"}
+        chosen: dict[str, Any] = SELECT | {"store": None if tier == "disk" else "host"}
         streamed = torch.compile(model, backend=flextensor_fx.flextensor, fullgraph=True, options=chosen)
         expected = resident(x)
         with _modelled() if tier == "modelled device" else contextlib.nullcontext():
@@ -188,7 +188,7 @@ def _modelled() -> Any:
     from modelled_device import ModelledDevice
 
     device = ModelledDevice(8 << 30)
-    return mock.patch.object(flextensor_fx.tiers, "open_device", lambda _: device)
+    return mock.patch.object(flextensor_fx.tiers, "open_device", return_value=device)
 
 
 if __name__ == "__main__":

@@ -328,6 +328,7 @@ class Session:
         if self.engine is not None:
             self.engine.set_pool(self._page_pool)
             self.engine.note_compilation()
+            self.engine.serves_backwards |= graph.name.startswith("backward")
 
     # --- moving ----------------------------------------------------------------------------------------------------
     def commit(self, in_place: bool = False) -> list[tuple[Tensor, OffloadedParameter]]:

@@ -78,6 +78,18 @@ def test_what_is_not_pinned_cannot_be_captured() -> None:
     engine.close()
 
 
+def test_memory_that_a_captured_backward_reads_stays() -> None:
+    device = ModelledDevice()
+    for serves_backwards in (False, True):
+        engine = host_engine(device, {"w": torch.ones(8)})
+        engine.serves_backwards = serves_backwards
+        with device.watching(), device.capture():
+            weight = engine.finish(engine.start("w"))
+            del weight
+        engine.close()
+        assert (device.pinned_bytes > 0) is serves_backwards
+
+
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [

@@ -56,6 +56,7 @@ class Engine:
         self._reader = Reader(store, pool_bytes, read_threads, delay_ms)
         self._transfers = self._ahead = self._overruns = 0
         self._stalls: dict[str, float] = {}
+        self.serves_backwards = False
         self._closed = False
         self._compiled = True
         # An engine that is dropped without close still ends its threads; those hold the store, whose directory goes last.

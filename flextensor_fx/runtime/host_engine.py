@@ -103,6 +103,9 @@ class HostEngine:
         store: closed with the engine.
         device: that the weights go to.
         pool_bytes: that the weights of one graph may take on the device together; their schedule sees to that, the engine counts.
+
+    Attributes:
+        serves_backwards: whether weights of it are in the backward graph of a forward.
     """
 
     def __init__(self, uid: str, store: HostStore, device: Device, pool_bytes: int) -> None:
@@ -117,6 +120,7 @@ class HostEngine:
         self._values = DeviceValues(device, store)
         self._ahead: Ahead[DeviceTransfer] = Ahead(DeviceTransfer.drop)
         self._transfers = self._started_ahead = self._captured = self._copied = self._peak_live = 0
+        self.serves_backwards = False
         self._closed = False
         self._compiled = True
         self._finalizer = weakref.finalize(self, _close, store, device)
@@ -413,13 +417,21 @@ class HostEngine:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Wait for the device and give the memory back. Calling it again does nothing."""
+        """Wait for the device and give the memory back. Calling it again does nothing.
+
+        A backward that was captured may be replayed by whoever still holds its forward's results, and reads the weights' memory:
+        that goes at exit then.
+        """
         if self._closed:
             return
         self._closed = True
         while self._drop_ahead():
             pass
-        self._finalizer()
+        if self._captured and self.serves_backwards:
+            self._finalizer.detach()
+            weakref.finalize(torch, _close, self.store, self.device)
+        else:
+            self._finalizer()
 
     def _no_memory(self, key: str, nbytes: int) -> StoreError:
         free, total = self.device.memory()
