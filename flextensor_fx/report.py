@@ -169,6 +169,8 @@ class Report:
                 f"peak {format_bytes(graph.peak_bytes)}, passes {graph.pass_seconds * 1e3:.0f} ms"
                 + (f", {len(graph.steady.ahead)} begun in the call before" if graph.steady is not None else "")
             )
+        if stats is not None:
+            lines.append(f"  set up      in {stats.setup_seconds:.2f} s")
         if stats is not None and stats.device is not None:
             lines.append(
                 f"  seen        {stats.transfers} transfers, held at most {format_bytes(stats.peak_pool_bytes)} of "

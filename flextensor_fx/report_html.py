@@ -211,6 +211,7 @@ def _engine(report: Report) -> str:
     if stats.device is not None:
         device = stats.device
         rows = [
+            ("set up", f"{stats.setup_seconds:.2f} s"),
             ("transfers", f"{stats.transfers}"),
             (f"copied to {device.device}", format_bytes(device.copied_bytes)),
             ("written back by eager code", format_bytes(device.returned_bytes)),
@@ -223,6 +224,7 @@ def _engine(report: Report) -> str:
         ]
         return f"<details><summary>The engine, over all calls</summary>{_table(('', 'so far'), rows)}</details>"
     rows = [
+        ("set up", f"{stats.setup_seconds:.2f} s"),
         ("transfers", f"{stats.transfers}"),
         ("read from disk", format_bytes(stats.disk_bytes)),
         ("read from the page cache", format_bytes(stats.cached_bytes)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import threading
+import time
 import uuid
 import warnings
 import weakref
@@ -347,6 +348,7 @@ class Session:
         pending = self._pending()
         if not pending:
             return []
+        begin = time.perf_counter()
         files = self._files_of(pending) if in_place and not self.tier.on_host else {}
         keys = {c.name: self.key(c.name) for c in pending}  # as the graph has them: the store is still without them
         packs = self._packs(pending)
@@ -372,6 +374,7 @@ class Session:
             engine.store.attach(path, entries)
         pairs = [pair for c in pending for pair in self._move(c, keys[c.name], engine, c.name in files)]
         engine.seal()
+        engine.setup_seconds += time.perf_counter() - begin
         return pairs
 
     def _pending(self) -> list[Candidate]:

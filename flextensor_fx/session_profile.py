@@ -28,7 +28,7 @@ def profile_of(session: Session, events: Sequence[Event], before: EngineStats | 
     runs = graph_runs(events, _names(session), costs)
     return Profile(
         "-".join(type(root).__name__ for root in session.roots.modules.values()),
-        Machine.here(),
+        Machine.here(str(session.tier.device)),
         profiled(session.candidates(), session.stays, session.costs.fused),
         profile_graphs(runs, costs, session.unit_of),
         _link(session, events, before),
@@ -56,7 +56,7 @@ def _link(session: Session, events: Sequence[Event], before: EngineStats | None)
     provenance = f"measured while computing{where}"
     if points and points[-1].nbytes >= _LEAST_RATIO * points[0].nbytes:
         return fit_link(points, provenance)
-    curve = link_of(session.config.store_dir)
+    curve = LinkProfile.of(session.costs.link) if session.tier.on_host else link_of(session.config.store_dir)
     if not points:
         return curve
     last = points[-1]

@@ -6,12 +6,14 @@ import copy
 import gc
 import pickle
 import threading
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
 
 import flextensor_fx
 from compiling import assert_equal, fresh_compiler, mlp, resident, session_of, values
@@ -19,7 +21,7 @@ from flextensor_fx.errors import StoreError
 from flextensor_fx.recording import record_call
 from flextensor_fx.runtime.host_store import HostStore
 from modelled_device import ModelledDevice
-from modelled_session import Install, device, install, stream_from_host
+from modelled_session import Install, device, host_engine, install, stream_from_host
 
 __all__ = ["device", "fresh_compiler", "install"]
 
@@ -399,6 +401,65 @@ def test_events_and_streams_are_made_once(device: ModelledDevice) -> None:
             compiled(X)
     assert (device.events_made, device.streams_made) == made
     assert made[0] <= 4 and made[1] == 1
+
+
+def test_a_weight_that_arrives_on_another_stream_than_it_left_on(device: ModelledDevice) -> None:
+    """As where the user's own side stream is around one layer inside of the graph."""
+    engine = host_engine(device, {"a": torch.full((64,), 1.0), "b": torch.full((64,), 2.0)})
+    with device.watching():
+        a, b = engine.start("a"), engine.start("b")
+        side = device.user_stream()
+        with device.stream(side):
+            weight = engine.finish(a)
+            found = weight * 3
+            engine.give_up((weight,))
+            del weight
+        other = engine.finish(b) * 3
+        done = device.new_event()
+        device.record(done, side)
+        device.wait(device.current_stream(), done)
+        assert bool((found == 3).all()) and bool((other == 6).all())
+    device.assert_no_race()
+    assert engine._books.live == 0 or engine._books.live == 256
+    engine.close()
+
+
+def test_a_new_plan_is_followed_at_the_next_call(device: ModelledDevice) -> None:
+    model = mlp(6)
+    want = expected(model, X)
+    compiled = stream_from_host(model, budget="40%")
+    with torch.no_grad(), device.watching():
+        compiled(X)
+        session = session_of(model)
+        before = set(session.moved)
+        plan = session.planned(session.costs)
+        keep = sorted(before)[:2]
+        streamed = tuple(name for name in plan.streamed if name not in keep)
+        session.adopt(session.costs, replace(plan, streamed=streamed, resident=plan.resident | set(keep)))
+        assert_equal(compiled(X), want)
+        assert_equal(compiled(X), want)
+        assert not set(keep) & set(session.moved)
+    device.assert_no_race()
+
+
+def test_a_profile_measures_copies_to_the_device(device: ModelledDevice) -> None:
+    model = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 256), nn.Linear(256, 16))
+    options = {"include_patterns": ["*"], "store": "host", "min_stream_bytes": 0, "inner_backend": "aot_eager"}
+    found = flextensor_fx.profile(model, (X,), options, calls=3)
+    assert found.link.bytes_per_ms > 0 and found.link.points
+    assert {weight.name for weight in found.weights} == {name for name, _ in model.named_parameters()}
+
+
+def test_generated_code_clones_no_weight_of_a_pack(device: ModelledDevice) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)) for _ in range(3)))
+    want = resident(model, inner="inductor")(X).detach()
+    torch._dynamo.reset()
+    compiled = stream_from_host(model, inner="inductor", include_patterns=["*"])
+    with torch.no_grad():
+        found, (code,) = run_and_get_code(compiled, X)
+    assert_equal(found, want)
+    assert code.count("prefetch.default.direct(") == code.count("wait.default.direct(") == 3
+    assert "clone" not in code and "copy_" not in code
 
 
 def test_a_recorded_call_has_copies_and_compute(device: ModelledDevice) -> None:

@@ -57,6 +57,7 @@ class Engine:
         self._transfers = self._ahead = self._overruns = 0
         self._stalls: dict[str, float] = {}
         self.serves_backwards = False
+        self.setup_seconds = 0.0
         self._closed = False
         self._compiled = True
         # An engine that is dropped without close still ends its threads; those hold the store, whose directory goes last.
@@ -290,6 +291,7 @@ class Engine:
             touched_bytes=arena.touched_bytes,
             ahead=self._ahead,
             dropped=self._reader.ahead.dropped,
+            setup_seconds=self.setup_seconds,
         )
 
     def measure_link(self) -> tuple[float, float]:

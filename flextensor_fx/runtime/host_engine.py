@@ -106,6 +106,7 @@ class HostEngine:
 
     Attributes:
         serves_backwards: whether weights of it are in the backward graph of a forward.
+        setup_seconds: that moving the weights here has taken.
     """
 
     def __init__(self, uid: str, store: HostStore, device: Device, pool_bytes: int) -> None:
@@ -121,6 +122,7 @@ class HostEngine:
         self._ahead: Ahead[DeviceTransfer] = Ahead(DeviceTransfer.drop)
         self._transfers = self._started_ahead = self._captured = self._copied = self._peak_live = 0
         self.serves_backwards = False
+        self.setup_seconds = 0.0
         self._closed = False
         self._compiled = True
         self._finalizer = weakref.finalize(self, _close, store, device)
@@ -413,7 +415,7 @@ class HostEngine:
         )
         return EngineStats(
             self._transfers, 0, 0, 0, 0.0, 0.0, MappingProxyType({}), 0, self._pool_bytes, self._peak_live, 0,
-            self._started_ahead, self._ahead.dropped, device,
+            self._started_ahead, self._ahead.dropped, self.setup_seconds, device,
         )  # fmt: skip
 
     def close(self) -> None:

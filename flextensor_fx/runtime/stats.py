@@ -59,6 +59,7 @@ class EngineStats:
         touched_bytes: of memory that the pool keeps from the system now.
         ahead: of the transfers, those started at the end of a call for the next one.
         dropped: of these, those that were dropped unread.
+        setup_seconds: that it took to move the weights to the store, and to pin it.
         device: of an engine whose weights lie in host memory; None on the disk tier. Reads and stalls are then 0: the device
             waits and not the host, and a recorded call shows for how long.
     """
@@ -76,6 +77,7 @@ class EngineStats:
     touched_bytes: int
     ahead: int = 0
     dropped: int = 0
+    setup_seconds: float = 0.0
     device: DeviceStats | None = None
 
     @property
