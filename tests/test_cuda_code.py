@@ -97,15 +97,12 @@ def test_cuda_graphs_without_partitions(cuda_code: Generate) -> None:
 
 
 def test_prefetches_start_where_the_schedule_says(cuda_code: Generate) -> None:
-    """Inductor reorders for the peak of memory, and only waits are known to come after a prefetch: attention, which reads no
-    weight, may be moved before one. The copy then starts after attention on the device. Without that reordering none is late."""
-    kept = cuda_code(replace(LLAMA, options={"reorder_for_peak_memory": False}))
-    wrapper = check(kept)
-    assert not [delay for delay in delays(wrapper, stays_of(kept, wrapper)) if delay[1]]
-    reordered = cuda_code(LLAMA)
-    wrapper = check(reordered)
-    late = [delay for delay in delays(wrapper, stays_of(reordered, wrapper)) if delay[1]]
-    assert all(kernels == 1 for _, kernels in late) and len(late) <= 3  # one attention a layer
+    """Inductor reorders for the peak of memory: attention, which reads no weight, would be moved before a prefetch, whose copy would
+    then start behind it on the device: four of 28 here. A norm that is fused with the sum before it may still be."""
+    found = cuda_code(LLAMA)
+    wrapper = check(found)
+    late = [kernels for _, kernels in delays(wrapper, stays_of(found, wrapper)) if kernels]
+    assert late in ([], [1])
 
 
 @pytest.mark.models
