@@ -48,8 +48,8 @@ for _op, _implementation in _IMPLEMENTATIONS.items():
 class _Order:
     """Keeps kernels behind the prefetch that the lowered graph puts before them.
 
-    Inductor reorders for the peak of memory, and attention reads no weight: it would be moved before a prefetch. A copy that comes
-    behind what was queued before it would then begin after attention, and not run beside it.
+    Inductor reorders for the peak of memory, and attention reads no weight: it would be moved before a prefetch. A copy that
+    comes behind what was queued before it would then begin after attention, and not run beside it.
     """
 
     def __init__(self) -> None:

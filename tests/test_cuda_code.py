@@ -97,8 +97,8 @@ def test_cuda_graphs_without_partitions(cuda_code: Generate) -> None:
 
 
 def test_prefetches_start_where_the_schedule_says(cuda_code: Generate) -> None:
-    """Inductor reorders for the peak of memory: attention, which reads no weight, would be moved before a prefetch, whose copy would
-    then start behind it on the device: four of 28 here. A norm that is fused with the sum before it may still be."""
+    """Inductor reorders for the peak of memory: attention, which reads no weight, would be moved before a prefetch, whose copy
+    would then start behind it on the device: four of 28 here. A norm that is fused with the sum before it may still be."""
     found = cuda_code(LLAMA)
     wrapper = check(found)
     late = [kernels for _, kernels in delays(wrapper, stays_of(found, wrapper)) if kernels]
