@@ -1,0 +1,207 @@
+"""What the parts of gpu_check.py share: the device, the two ways to compile a model, equality to the bit, and the time left."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gpu_models
+import torch
+from _common import Output
+from gpu_models import Sizes
+from torch import Tensor, nn
+
+import flextensor_fx
+
+TIER: dict[str, Any] = {}  # options that choose the tier with host memory where the device alone does not
+INCLUDE = ["layers.*"]
+NO_ADAPTERS = ["**.lora_a", "**.lora_b"]
+GRAPHS = "reduce-overhead"
+_CYCLES = 8_000_000  # of a GPU's clock: about 4 ms, longer than copying a small model's weights takes
+_PATCHED: dict[str, Any] = {"recompile_limit": 64}  # models of one class share the code that Dynamo counts by
+
+Call = Callable[..., Tensor]
+
+
+class WrongNumber(Exception):
+    """Something that was computed is not what it must be."""
+
+    def __init__(self, what: str, where: str, expected: str, found: str) -> None:
+        super().__init__(f"WRONG  what: {what}; where: {where}; expected: {expected}; found: {found}")
+
+
+class Clock:
+    """Seconds since the start, and when to leave things out."""
+
+    def __init__(self, limit: float) -> None:
+        self._begin = time.monotonic()
+        self.limit = limit
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self._begin
+
+    def has(self, seconds: float, share: float = 1.0) -> bool:
+        """Whether so much is left of a share of the limit."""
+        return self.elapsed + seconds <= self.limit * share
+
+
+@dataclass
+class Setting:
+    """Where and how the checks run, and what they have found.
+
+    Fields:
+        inner: the inner compiler: "inductor" or "aot_eager".
+        wrong: with `keep_going`, what was wrong so far; else the first is raised.
+        skipped: what there was no time for.
+        replayed: by name of a plan under CUDA graphs: whether its later calls ran without a transfer being started by the host.
+    """
+
+    device: torch.device
+    inner: str
+    quick: bool
+    keep_going: bool
+    clock: Clock
+    output: Output
+    out: Path
+    wrong: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    replayed: dict[str, bool] = field(default_factory=dict)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type != "cpu"
+
+    def save(self) -> None:
+        """Writes what there is, so that a run that is cut short leaves it."""
+        self.output.save(self.out)
+
+    # --- compiling
+
+    def resident(self, model: nn.Module, mode: str | None = None, inner: str | None = None) -> Call:
+        """The model under the inner compiler alone."""
+        inner = inner or self.inner
+        chosen = {"mode": mode} if inner == "inductor" else {}
+        return marked(torch.compile(model, backend=inner, fullgraph=True, dynamic=False, **chosen), mode)
+
+    def ours(self, model: nn.Module, mode: str | None = None, inner: str | None = None, **options: Any) -> Call:
+        """The model under flextensor with the same inner compiler; without `options`, one that is offloaded already."""
+        given: dict[str, Any] = {"inner_backend": inner or self.inner, "inner_mode": mode, **options}
+        if options:
+            given = {"include_patterns": INCLUDE, **TIER, **given}
+        backend = flextensor_fx.flextensor
+        return marked(torch.compile(model, backend=backend, fullgraph=True, dynamic=False, options=given), mode)
+
+    def build(self, kind: str, sizes: Sizes, *, adapters: bool = False) -> nn.Module:
+        return gpu_models.build(kind, sizes, self.device, adapters=adapters)
+
+    def inputs(self, kind: str, sizes: Sizes, count: int) -> list[tuple[Tensor, ...]]:
+        return gpu_models.inputs(kind, sizes, self.device, count)
+
+    @contextmanager
+    def fresh(self) -> Iterator[None]:
+        """Code that was compiled before is forgotten, and so are its guards; afterwards as well."""
+        forget()
+        with torch._dynamo.config.patch(_PATCHED):
+            yield
+        forget()
+
+    # --- the device
+
+    def synchronize(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+
+    def stream(self) -> Any:
+        """A stream behind what is queued on the current one; None on the CPU."""
+        if not self.on_gpu:
+            return None
+        made = torch.cuda.Stream(self.device)
+        made.wait_stream(torch.cuda.current_stream(self.device))
+        return made
+
+    def under(self, stream: Any) -> AbstractContextManager[Any]:
+        """`stream` is current."""
+        return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+    def join(self, stream: Any) -> None:
+        """What is queued on the current stream from now on runs behind `stream`."""
+        if stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(stream)
+
+    def hold_back(self) -> None:
+        """Makes the current stream fall behind the host, so that what does not wait for it runs too early."""
+        if self.on_gpu:
+            torch.cuda._sleep(_CYCLES)
+
+    def poison(self, sizes: list[int]) -> None:
+        """Queues writes of NaN to memory that is given back at once: a copy into it that does not wait for them is lost."""
+        taken = [torch.full((nbytes // 2,), float("nan"), dtype=torch.bfloat16, device=self.device) for nbytes in sizes]
+        del taken
+
+
+def marked(compiled: Any, mode: str | None) -> Call:
+    """Calls that tell CUDA graphs where a step begins: results of the one before may be overwritten from there."""
+
+    def call(*arguments: Tensor) -> Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
+        return compiled(*arguments)
+
+    return call if mode == GRAPHS else compiled
+
+
+def forget() -> None:
+    """Drops compiled code, and what only it held."""
+    torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+# --- equality ----------------------------------------------------------------------------------------------------------
+
+
+def require_equal(what: str, where: str, found: Tensor, expected: Tensor, again: Callable[[], Tensor] | None = None) -> None:
+    """Equal to the bit, but that every NaN equals every other.
+
+    Args:
+        again: computes `found` anew with nothing else under way. That it gives the right bits then points to a race.
+
+    Raises:
+        WrongNumber: they differ.
+    """
+    if found.shape != expected.shape or found.dtype != expected.dtype or found.device != expected.device:
+        raise WrongNumber(what, where, described(expected), described(found))
+    differ = found != expected
+    differ &= ~(found.isnan() & expected.isnan())
+    if not bool(differ.any()):
+        return
+    place = tuple(int(n) for n in differ.nonzero()[0])
+    gap = (found.double() - expected.double()).abs()[differ].max()
+    seen = (
+        f"{float(found[place]):.6g} there; {int(differ.sum())} of {differ.numel()} values differ, by up to {float(gap):.3g}, "
+        f"and {int(found.isnan().sum())} are NaN"
+    )
+    if again is not None:
+        seen += "; computed again by itself it is " + ("right" if torch.equal(again(), expected) else "wrong too")
+    raise WrongNumber(what, where, f"{float(expected[place]):.6g} at {place}, as resident", seen)
+
+
+def described(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} on {tensor.device}"
+
+
+def require_telling(where: str, value: Tensor) -> None:
+    """A result that equality means something for: finite, and not the same everywhere.
+
+    Raises:
+        WrongNumber: it is not.
+    """
+    if not bool(value.isfinite().all()) or float(value.float().std()) < 1e-5:
+        found = f"{int((~value.isfinite()).sum())} not finite, standard deviation {float(value.float().std()):.3g}"
+        raise WrongNumber("the resident result", where, "finite values that differ", found)
