@@ -40,7 +40,7 @@ def main() -> None:
     parser = command_line("gpu_check", __doc__)
     parser.add_argument("--part", choices=PARTS, help="only this one")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="%(default)s")
-    parser.add_argument("--limit", type=float, default=SECONDS, help="seconds, after which things are left out (%(default)s)")
+    parser.add_argument("--limit", type=float, default=SECONDS, help="seconds until things are left out (%(default)s)")
     parser.add_argument("--keep-going", action="store_true", help="do not end at the first wrong number")
     args = parser.parse_args()
     clock = Clock(args.limit)
@@ -48,8 +48,11 @@ def main() -> None:
     device = torch.device(args.device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # tensors are so small that threads only wait for one another
     output = Output("gpu_check", args.quick, {**machine(), **described(device)})
-    inner = "inductor" if device.type == "cuda" else "aot_eager"  # a C++ compiler takes minutes for what is checked here
+    # A C++ compiler would take minutes for what is checked here.
+    inner = "aot_eager" if device.type == "cpu" else "inductor"
     setting = Setting(device, inner, args.quick, args.keep_going, clock, output, args.out)
     try:
         if args.part != "numbers":
@@ -85,7 +88,8 @@ def finish(setting: Setting) -> int:
     unchecked = any(what.startswith("bits") for what in setting.skipped)
     if not judged:
         print("the bounds are for a whole run on a GPU, and are not judged here")
-    print(f"{'all that was asked for was checked' if not setting.skipped else 'not all was checked'}; {setting.clock.elapsed:.0f} s")
+    how_much = "not all was checked" if setting.skipped else "all that was asked for was checked"
+    print(f"{how_much}; {setting.clock.elapsed:.0f} s")
     return int(unchecked or (judged and status != 0))
 
 

@@ -6,7 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 import flextensor_fx
 
-TIER: dict[str, Any] = {}  # options that choose the tier with host memory where the device alone does not
+TIER: dict[str, Any] = {"store": "host"}  # on the CPU the default is the tier with files
+GPU = Sizes(layers=6, hidden=1024, inner=2816, heads=16, kv_heads=4, batch=2, tokens=256)
+CPU = Sizes(layers=3, hidden=192, inner=480, heads=4, kv_heads=2, batch=2, tokens=16)  # smaller weights travel together
 INCLUDE = ["layers.*"]
 NO_ADAPTERS = ["**.lora_a", "**.lora_b"]
 GRAPHS = "reduce-overhead"
@@ -97,6 +99,13 @@ class Setting:
         backend = flextensor_fx.flextensor
         return marked(torch.compile(model, backend=backend, fullgraph=True, dynamic=False, options=given), mode)
 
+    def sizes(self, kind: str) -> Sizes:
+        """A model for checking bits, in which no weight is more than a tenth of all, so that a budget of that much can work."""
+        sizes = GPU if self.on_gpu else CPU
+        if kind == "moe":
+            return replace(sizes, inner=sizes.hidden)
+        return replace(sizes, inner=4 * sizes.hidden, kv_heads=sizes.heads) if kind == "dit" else sizes
+
     def build(self, kind: str, sizes: Sizes, *, adapters: bool = False) -> nn.Module:
         return gpu_models.build(kind, sizes, self.device, adapters=adapters)
 
@@ -166,7 +175,9 @@ def forget() -> None:
 # --- equality ----------------------------------------------------------------------------------------------------------
 
 
-def require_equal(what: str, where: str, found: Tensor, expected: Tensor, again: Callable[[], Tensor] | None = None) -> None:
+def require_equal(
+    what: str, where: str, found: Tensor, expected: Tensor, again: Callable[[], Tensor] | None = None
+) -> None:
     """Equal to the bit, but that every NaN equals every other.
 
     Args:
@@ -205,3 +216,37 @@ def require_telling(where: str, value: Tensor) -> None:
     if not bool(value.isfinite().all()) or float(value.float().std()) < 1e-5:
         found = f"{int((~value.isfinite()).sum())} not finite, standard deviation {float(value.float().std()):.3g}"
         raise WrongNumber("the resident result", where, "finite values that differ", found)
+
+
+# --- what a plan did ---------------------------------------------------------------------------------------------------
+
+
+def started(streamed: nn.Module) -> int:
+    """Transfers that the host has started so far."""
+    stats = flextensor_fx.report(streamed).stats
+    return 0 if stats is None else stats.transfers
+
+
+def judge_report(where: str, streamed: nn.Module) -> None:
+    """What must hold of any plan that has run, before a weight is written.
+
+    Raises:
+        WrongNumber: nothing was streamed, more was held than allowed, or a weight came back from the device.
+    """
+    report = flextensor_fx.report(streamed)
+    if started(streamed) == 0:
+        raise WrongNumber("transfers started", where, "some", "none")
+    assert report.budget is not None
+    if report.peak_bytes > report.budget:
+        raise WrongNumber(
+            "bytes that the plan holds", where, f"at most the budget of {report.budget}", str(report.peak_bytes)
+        )
+    assert report.stats is not None
+    returned = 0 if report.stats.device is None else report.stats.device.returned_bytes
+    if report.stats.overruns or returned:
+        raise WrongNumber(
+            "times that memory beyond the plan was taken, and bytes of weights that came back from the device",
+            where,
+            "0 and 0",
+            f"{report.stats.overruns} and {returned}",
+        )
