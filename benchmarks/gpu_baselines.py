@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,24 +34,26 @@ class PlainCopies:
                 into.copy_(source, non_blocking=True)
 
 
-def with_hooks(model: nn.Module, layers: Iterable[nn.Module], compiles: bool) -> Callable[..., Tensor]:
+def with_hooks(model: nn.Module, backend: str | None) -> Callable[..., Tensor]:
     """The model with a hook before each layer that copies its weights from pinned memory, and one behind that drops them.
 
     Args:
-        compiles: whether each layer is compiled, by itself, between its hooks.
+        backend: compiles each layer by itself, between its hooks; None: nothing is compiled.
     """
-    assert isinstance(model.layers, nn.ModuleList)
+    layers = model.layers
+    assert isinstance(layers, nn.ModuleList)
     for place, layer in enumerate(layers):
-        model.layers[place] = Hooked(layer, compiles)
+        layers[place] = Hooked(layer, backend)
     return model
 
 
 class Hooked(nn.Module):
     """A layer whose weights are on the device while it runs."""
 
-    def __init__(self, layer: nn.Module, compiles: bool) -> None:
+    def __init__(self, layer: nn.Module, backend: str | None) -> None:
         super().__init__()
-        self._run = torch.compile(layer, fullgraph=True, dynamic=False) if compiles else layer
+        compiled = None if backend is None else torch.compile(layer, backend=backend, fullgraph=True, dynamic=False)
+        self._run = layer if compiled is None else compiled
         self._weights = list(layer.parameters())
         self._device = self._weights[0].device
         pinned = self._device.type != "cpu"

@@ -44,7 +44,8 @@ def main() -> None:
     parser.add_argument("--keep-going", action="store_true", help="do not end at the first wrong number")
     args = parser.parse_args()
     clock = Clock(args.limit)
-    faulthandler.dump_traceback_later(args.limit + GRACE, exit=True)  # where something hangs, this says where
+    # Where something hangs, this says where.
+    faulthandler.dump_traceback_later(args.limit + GRACE, exit=True, file=2)
     device = torch.device(args.device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -61,7 +62,8 @@ def main() -> None:
             gpu_numbers.measure(setting)
     except WrongNumber as error:
         print(f"\n{error}", flush=True)
-    faulthandler.cancel_dump_traceback_later()
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     sys.exit(finish(setting))
 
 

@@ -60,11 +60,8 @@ def check(setting: Setting, share: float) -> None:
         try:
             with setting.fresh():
                 said = case.run(setting)
-        except WrongNumber as error:
-            setting.wrong.append(str(error))
-            if not setting.keep_going:
-                raise
-            print(error, flush=True)
+        except Exception as error:  # noqa: BLE001 - noted, and raised there unless told to keep going
+            setting.note(error)
         seconds = time.monotonic() - begin
         longest = max(longest, seconds)
         print(f"{'WRONG' if said == 'wrong' else 'ok'}     {case.name}: {said}, {seconds:.1f} s", flush=True)
@@ -239,7 +236,7 @@ def offloaded_first(setting: Setting) -> str:
         expected = results(setting.resident(model), calls)
         require_telling(where, expected[0])
         streamed = setting.build("llama", sizes).to("cpu")
-        before = allocated(setting)
+        before = setting.begin_peak()
         options = {
             "include_patterns": INCLUDE,
             "budget": "25%",
@@ -250,7 +247,7 @@ def offloaded_first(setting: Setting) -> str:
         selected = {id(p) for name, p in streamed.named_parameters() if name.startswith("layers.")}
         report = flextensor_fx.report(streamed)
         rest = sum(p.nbytes for p in streamed.parameters() if id(p) not in selected)
-        taken, allowed = allocated(setting) - before, (report.budget or 0) + rest + _SLACK
+        taken, allowed = setting.peak() - before, (report.budget or 0) + rest + _SLACK
         if taken > allowed:
             raise WrongNumber("most device memory while offloading, bytes", where, f"at most {allowed}", str(taken))
         compare(where, setting.ours(streamed), calls * ROUNDS, expected * ROUNDS)
@@ -260,12 +257,3 @@ def offloaded_first(setting: Setting) -> str:
             found = streamed.get_parameter(name).to(setting.device)
             require_equal(f"weight {name} after release", where, found, value)
     return f"25%, at most {taken / 1e6:.1f} MB more on the device" if setting.on_gpu else "25%"
-
-
-def allocated(setting: Setting) -> int:
-    """Most bytes allocated on the device since the last time that this was asked."""
-    if not setting.on_gpu:
-        return 0
-    most = torch.cuda.max_memory_allocated(setting.device)
-    torch.cuda.reset_peak_memory_stats(setting.device)
-    return most

@@ -6,7 +6,6 @@ few, where the link is the limit. All columns are called in turn, and ratios are
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -23,7 +22,7 @@ import flextensor_fx
 
 GPU = Sizes(layers=8, hidden=4096, inner=14336, heads=32, kv_heads=8, batch=4, tokens=4096)
 QUICK = Sizes(layers=6, hidden=2048, inner=5632, heads=16, kv_heads=4, batch=4, tokens=4096)
-CPU = Sizes(layers=3, hidden=256, inner=704, heads=4, kv_heads=2, batch=4, tokens=64)
+CPU = Sizes(layers=3, hidden=256, inner=704, heads=4, kv_heads=2, batch=4, tokens=16)
 TINY = Sizes(layers=8, hidden=256, inner=512, heads=4, kv_heads=4, batch=1, tokens=4)
 FEW = {"batch": 1, "tokens": 256}
 
@@ -52,6 +51,7 @@ class Column:
         transfers, streamed: of one call, and their bytes.
         held: most bytes of selected weights on the device during a call; None where that is not measured.
         budget: for these bytes.
+        model: to be released.
     """
 
     call: Callable[[], Any]
@@ -59,6 +59,7 @@ class Column:
     streamed: int = 0
     held: int | None = None
     budget: int | None = None
+    model: nn.Module | None = None
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,11 @@ def measure(setting: Setting) -> None:
             setting.skipped.append(f"numbers: {stage.name}")
             print(f"\nskipped  {stage.name}: no time left", flush=True)
             continue
-        with setting.fresh(), torch.no_grad():
-            stage.run()
+        try:
+            with setting.fresh(), torch.no_grad():
+                stage.run()
+        except Exception as error:  # noqa: BLE001 - noted, and raised there unless told to keep going
+            setting.note(error)
         setting.save()
     graphs = setting.replayed
     if graphs:
@@ -118,11 +122,12 @@ def times(
     seconds = interleave(calls, rounds)
     plain = columns[PLAIN]
     link = [plain.streamed / taken for taken in seconds[PLAIN]]
-    nbytes = sum(column.streamed for column in columns.values())
     heading = f"{title}: {sizes.batch} x {sizes.tokens}, {rounds} rounds, link {median(link) / 1e9:.2f} GB/s"
-    assert nbytes
     setting.output.table(heading, [row(name, column, seconds, link) for name, column in columns.items()])
     setting.output.check(*checks(title, columns, seconds, link, plans, graphs=mode == GRAPHS))
+    for column in columns.values():
+        if column.model is not None:
+            flextensor_fx.release(column.model)
 
 
 def build_columns(
@@ -131,10 +136,11 @@ def build_columns(
     """Everything that is to be timed, compiled, and its result compared with the resident one."""
     (arguments,) = setting.inputs("llama", sizes, 1)
     setting.build("llama", replace(sizes, layers=1))(*arguments)  # workspaces of libraries, which stay
-    base = settled(setting)
+    base = setting.begin_peak()
     model = setting.build("llama", sizes)
-    selected = sum(p.nbytes for p in model.layers.parameters())  # pyright: ignore[reportCallIssue]
-    rest = settled(setting) - base - selected
+    weights = [p for name, p in model.named_parameters() if name.startswith("layers.")]
+    selected = sum(p.nbytes for p in weights)
+    rest = setting.begin_peak() - base - selected
     resident = setting.resident(model, mode)
     expected = resident(*arguments).clone()
     require_telling(title, expected)
@@ -142,7 +148,7 @@ def build_columns(
     activations = peak_of(setting, columns[RESIDENT].call) - base - rest - selected
     columns[RESIDENT].held = selected if setting.on_gpu else None
     for name, options in plans.items():
-        base = settled(setting)
+        base = setting.begin_peak()
         streamed = setting.build("llama", sizes)
         columns[name] = column = streamed_column(
             setting, f"{title}, {name}", streamed, arguments, expected, mode, options
@@ -152,15 +158,15 @@ def build_columns(
             column.held = None if mode == GRAPHS else peak_of(setting, column.call) - base - rest - activations
     if mode != GRAPHS:
         for compiles in (False, True):
-            base = settled(setting)
+            base = setting.begin_peak()
             hooked = setting.build("llama", sizes)
-            call = with_hooks(hooked, list(hooked.layers), compiles and setting.inner == "inductor")  # pyright: ignore[reportArgumentType]
+            call = with_hooks(hooked, setting.inner if compiles else None)
             require_close(f"{title}, hooks", call(*arguments), expected)
             name = f"hooks, {'compiled by layer' if compiles else 'eager'}"
             columns[name] = Column(lambda call=call: call(*arguments), streamed=selected)
             if setting.on_gpu:
                 columns[name].held = peak_of(setting, columns[name].call) - base - rest - activations
-    copied = [p.nbytes for p in model.layers.parameters() if p.dim() > 1]  # pyright: ignore[reportCallIssue]
+    copied = [p.nbytes for p in weights if p.dim() > 1]
     copies = PlainCopies(copied, setting.device)
     columns[PLAIN] = Column(copies, len(copied), copies.nbytes)
     return columns
@@ -183,7 +189,8 @@ def streamed_column(
     report = flextensor_fx.report(streamed)
     transfers = report.graphs[-1].schedule.transfers
     held = None if setting.on_gpu else report.peak_bytes
-    return Column(lambda: call(*arguments), len(transfers), sum(t.nbytes for t in transfers), held, report.budget)
+    nbytes = sum(transfer.nbytes for transfer in transfers)
+    return Column(lambda: call(*arguments), len(transfers), nbytes, held, report.budget, streamed)
 
 
 def then_synchronized(setting: Setting, call: Callable[[], Any]) -> Callable[[], None]:
@@ -194,25 +201,13 @@ def then_synchronized(setting: Setting, call: Callable[[], Any]) -> Callable[[],
     return run
 
 
-def settled(setting: Setting) -> int:
-    """Bytes allocated on the device now, garbage apart."""
-    if not setting.on_gpu:
-        return 0
-    setting.synchronize()
-    gc.collect()
-    return torch.cuda.memory_allocated(setting.device)
-
-
 def peak_of(setting: Setting, call: Callable[[], Any]) -> int:
     """Most bytes allocated on the device while two calls follow one another."""
-    if not setting.on_gpu:
-        return 0
-    settled(setting)
-    torch.cuda.reset_peak_memory_stats(setting.device)
+    setting.begin_peak()
     for _ in range(2):
         call()
     setting.synchronize()
-    return torch.cuda.max_memory_allocated(setting.device)
+    return setting.peak()
 
 
 def require_close(where: str, found: Tensor, expected: Tensor) -> None:
@@ -283,8 +278,9 @@ def checks(
 
 def host_time(setting: Setting) -> None:
     """What a transfer costs the host: tiny weights, so that neither the link nor computing takes any time."""
-    (arguments,) = setting.inputs("llama", TINY, 1)
-    model, streamed = (setting.build("llama", TINY) for _ in range(2))
+    sizes = TINY if setting.on_gpu else replace(TINY, layers=3)
+    (arguments,) = setting.inputs("llama", sizes, 1)
+    model, streamed = (setting.build("llama", sizes) for _ in range(2))
     resident: Call = setting.resident(model)
     ours = setting.ours(streamed, budget="25%")
     require_equal("result", "tiny model, 25%", ours(*arguments), resident(*arguments))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -83,12 +84,19 @@ class Setting:
         """Writes what there is, so that a run that is cut short leaves it."""
         self.output.save(self.out)
 
+    def note(self, error: Exception) -> None:
+        """Keeps what went wrong, and raises it unless the setting keeps going."""
+        self.wrong.append(str(error) if isinstance(error, WrongNumber) else f"FAILED  {type(error).__name__}: {error}")
+        if not self.keep_going:
+            raise error
+        print("".join(traceback.format_exception(error)) if not isinstance(error, WrongNumber) else error, flush=True)
+
     # --- compiling
 
     def resident(self, model: nn.Module, mode: str | None = None, inner: str | None = None) -> Call:
         """The model under the inner compiler alone."""
         inner = inner or self.inner
-        chosen = {"mode": mode} if inner == "inductor" else {}
+        chosen: dict[str, Any] = {"mode": mode} if inner == "inductor" else {}
         return marked(torch.compile(model, backend=inner, fullgraph=True, dynamic=False, **chosen), mode)
 
     def ours(self, model: nn.Module, mode: str | None = None, inner: str | None = None, **options: Any) -> Call:
@@ -126,6 +134,19 @@ class Setting:
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
 
+    def begin_peak(self) -> int:
+        """Bytes allocated on the device now, garbage apart; what `peak` counts from."""
+        if not self.on_gpu:
+            return 0
+        self.synchronize()
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return torch.cuda.memory_allocated(self.device)
+
+    def peak(self) -> int:
+        """Most bytes allocated on the device since `begin_peak`."""
+        return torch.cuda.max_memory_allocated(self.device) if self.on_gpu else 0
+
     def stream(self) -> Any:
         """A stream behind what is queued on the current one; None on the CPU."""
         if not self.on_gpu:
@@ -148,7 +169,7 @@ class Setting:
         if self.on_gpu:
             torch.cuda._sleep(_CYCLES)
 
-    def poison(self, sizes: list[int]) -> None:
+    def poison(self, sizes: Sequence[int]) -> None:
         """Queues writes of NaN to memory that is given back at once: a copy into it that does not wait for them is lost."""
         taken = [torch.full((nbytes // 2,), float("nan"), dtype=torch.bfloat16, device=self.device) for nbytes in sizes]
         del taken
