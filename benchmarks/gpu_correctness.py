@@ -138,7 +138,7 @@ def one_plan(
     transfers = flextensor_fx.report(streamed).graphs[-1].schedule.transfers
     largest = [transfer.nbytes for transfer in transfers]
     behind_streams(setting, where, ours, calls, expected, largest, alternate=options["mode"] != GRAPHS)
-    if options["mode"] == GRAPHS and setting.on_gpu:
+    if options["mode"] == GRAPHS and options["objective"] == "single" and setting.on_gpu:
         setting.replayed[where] = is_replayed(streamed, lambda: ours(*calls[0]))
     judge_report(where, streamed)
     with rewritten(model, streamed):
