@@ -99,11 +99,15 @@ class Output:
 
     def write(self, path: Path) -> int:
         """Writes the JSON; returns the exit status: 1 where a bound was missed, though not with `quick`."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({**asdict(self), "missed": [c.what for c in self.checks if not c.holds]}, indent=1))
+        self.save(path)
         missed = sum(not check.holds for check in self.checks)
         print(f"\n{len(self.checks) - missed} of {len(self.checks)} bounds kept; written to {path}")
         return 0 if self.quick or not missed else 1
+
+    def save(self, path: Path) -> None:
+        """Writes the JSON."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({**asdict(self), "missed": [c.what for c in self.checks if not c.holds]}, indent=1))
 
 
 def format_rows(rows: Sequence[Mapping[str, Any]]) -> str:

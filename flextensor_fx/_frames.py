@@ -14,8 +14,7 @@ from typing import Any
 
 from torch import nn
 
-# The function in torch/_dynamo/eval_frame.py that calls what the user compiled; "_fn" until torch 2.11.
-_WRAPPERS = ("compile_wrapper", "_fn")
+from ._torch_versions import is_compile_wrapper, root_frame
 
 
 def unwrap(value: Any) -> Any:
@@ -43,31 +42,26 @@ def outer_modules() -> tuple[nn.Module, ...]:
 def compiled_callable() -> Any:
     """What the user passed to torch.compile, without wrappers; None where it cannot be told."""
     for frame in _frames_of_compilation():
-        if _is_wrapper(frame):
+        if is_compile_wrapper(frame):
             return unwrap(frame.f_locals.get("fn"))
     return None
 
 
 def compiled_code() -> CodeType | None:
     """The code object that Dynamo is compiling; None outside a compilation."""
-    try:
-        from torch._dynamo.symbolic_convert import InstructionTranslator
-
-        frame: Any = InstructionTranslator.current_tx().output.root_tx
-        return frame.f_code
-    except (ImportError, AttributeError):
-        return None
+    frame = root_frame()
+    return None if frame is None else frame.f_code
 
 
 def _frames_of_compilation() -> Iterator[FrameType]:
     frame: FrameType | None = sys._getframe(2)
     inside_dynamo = True
     while frame is not None:
-        if not _in_dynamo(frame) or _is_wrapper(frame):
+        if not _in_dynamo(frame) or is_compile_wrapper(frame):
             inside_dynamo = False
         if not inside_dynamo:
             yield frame
-        if _is_wrapper(frame):
+        if is_compile_wrapper(frame):
             return
         frame = frame.f_back
 
@@ -75,10 +69,6 @@ def _frames_of_compilation() -> Iterator[FrameType]:
 def _in_dynamo(frame: FrameType) -> bool:
     name = frame.f_globals.get("__name__", "")
     return name.startswith(("torch._dynamo", "flextensor_fx", "torch._utils_internal", "contextlib")) or name == "torch"
-
-
-def _is_wrapper(frame: FrameType) -> bool:
-    return frame.f_code.co_name in _WRAPPERS and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame"
 
 
 def _module_of(value: Any) -> nn.Module | None:

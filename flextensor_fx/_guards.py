@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._guards import TracingContext
 from torch.utils.weak import TensorWeakRef
 
-from ._sources import source_name
+from ._torch_versions import source_name
 
 
 def other_sources() -> dict[str, list[Any]]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from ._torch_versions import root_frame, source_name, source_of
 from .runtime.parameter import OffloadedParameter
 
 _WRAPPER = "_orig_mod"
@@ -78,13 +79,13 @@ def live_root(root: str) -> nn.Module | None:
     Only this module knows the classes of containers, the root's class and the second name of a tied weight: the
     graph has lost them. The caller checks the parameters by identity before it believes the answer.
     """
+    frame = root_frame()
+    if frame is None:
+        return None
     try:
-        from torch._dynamo.symbolic_convert import InstructionTranslator
-
-        frame: Any = InstructionTranslator.current_tx().output.root_tx
         # The text is Dynamo's own guard expression over the frame's locals (L) and globals (G).
         value = eval(root, {"L": frame.f_locals, "G": frame.f_globals})
-    except (ImportError, AttributeError, NameError, LookupError, TypeError, SyntaxError):
+    except (AttributeError, NameError, LookupError, TypeError, SyntaxError):
         return None
     return value if isinstance(value, nn.Module) else None
 
@@ -116,18 +117,6 @@ def nbytes(tensor: torch.Tensor) -> int:
 def names_a_slot(source: Any) -> bool:
     """Whether a source reads a parameter from its module, and not from a list, a dict or a variable that holds it too."""
     return source is not None and _SLOT.search(source_name(source)) is not None
-
-
-def source_of(node: fx.Node) -> Any:
-    """Dynamo's source of a placeholder; None where it has none."""
-    source = getattr(node, "_dynamo_source", None)
-    return source if source is not None else getattr(node.meta.get("grapharg"), "source", None)
-
-
-def source_name(source: Any) -> str:
-    """The guard expression of a source."""
-    name = source.name
-    return str(name() if callable(name) else name)  # a method in older releases, a property in newer ones
 
 
 def _graph_parameter(node: fx.Node) -> GraphParameter | None:

@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from . import _frames, _sources
 from ._guards import guard_on_stand_ins, other_sources
+from ._torch_versions import copy_source, source_name, source_of
 from .candidates import Roots
 from .captured import CapturedGraph, captured_costs, input_places, signature
 from .config import OffloadConfig
@@ -114,9 +115,7 @@ def _compile(
             if session.engine is None:  # nothing has been moved: what would refuse other options must not stay behind
                 registry.forget(session)
         raise
-    sources = [
-        source for node in weights if node in compilation.fetched and (source := _sources.source_of(node)) is not None
-    ]
+    sources = [source for node in weights if node in compilation.fetched and (source := source_of(node)) is not None]
     for session in sessions:
         if session.config.profile == AUTO and session.watcher is None and not session.replanned:
             session.watcher = Replanner()
@@ -217,10 +216,10 @@ def _read_outside(placeholders: Iterable[Node]) -> list[Node]:
     others = other_sources()
     found = []
     for node in placeholders:
-        source = _sources.source_of(node)
+        source = source_of(node)
         if source is None:
             continue
-        sources = [source, *others.get(_sources.source_name(source), ())]
+        sources = [source, *others.get(source_name(source), ())]
         if not all(_sources.names_a_slot(one) for one in sources):
             found.append(node)
     return found
@@ -394,8 +393,7 @@ def _copy_graph(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
     output = copy.output(result)
     output.meta.update(graph.output_node().meta)
     for node in graph.find_nodes(op="placeholder"):
-        if hasattr(node, "_dynamo_source"):
-            copies[node]._dynamo_source = node._dynamo_source  # AOTAutograd reads it
+        copy_source(node, copies[node])
     return copy, copies
 
 

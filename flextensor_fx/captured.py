@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, strided
 from torch.fx import Graph, Node
 
-from . import _sources
+from ._torch_versions import source_name, source_of
 from .estimate import Rates, step_costs
 from .passes.activation_peak import activation_peak
 from .passes.collect_uses import collect_uses
@@ -98,8 +98,8 @@ def captured_costs(
 
 def input_places(placeholders: Sequence[Node]) -> tuple[int, ...]:
     """Places of the arguments that the caller gave, as far as Dynamo tells: no parameters and buffers of modules."""
-    sources = [_sources.source_of(node) for node in placeholders]
-    named = ["" if source is None else _sources.source_name(source) for source in sources]
+    sources = [source_of(node) for node in placeholders]
+    named = ["" if source is None else source_name(source) for source in sources]
     return tuple(place for place, name in enumerate(named) if not any(part in name for part in _OF_MODULES))
 
 

@@ -11,9 +11,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch._ops import OpOverload
 
+from ._torch_versions import profiler_enabled
 from .passes import ops
 from .runtime import op_implementations
 
@@ -32,10 +32,8 @@ _ORDER = "_flextensor_fx_order"
 
 
 def _direct(op: OpOverload, implementation: Callable[..., Any]) -> Callable[..., Any]:
-    profiled: Callable[[], bool] = torch.autograd._profiler_enabled
-
     def call(*arguments: Any) -> Any:
-        return op(*arguments) if profiled() else implementation(*arguments)
+        return op(*arguments) if profiler_enabled() else implementation(*arguments)
 
     return call
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.exc import BackendCompilerFailed
 
 from . import _frames
+from ._torch_versions import BackendCompilerFailed
 from .backend import flextensor, stream_all
 from .config import OffloadConfig
 from .errors import OffloadError, ProfileError, StoreError

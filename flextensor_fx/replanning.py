@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch._dynamo.convert_frame import compile_lock
-
+from ._torch_versions import compile_lock
 from .captured import Costs
 from .errors import BudgetError, StoreError
 from .passes.schedule import least_pool, schedule, windows_of

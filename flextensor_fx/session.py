@@ -20,13 +20,13 @@ from types import CodeType
 from typing import Any, Protocol
 
 import torch
-import torch._dynamo
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from ._sources import nbytes as bytes_of
 from ._sources import storage_key
+from ._torch_versions import recompile_limit
 from .candidates import Candidate, Roots, Slot, find_candidates
 from .captured import CapturedGraph, Costs
 from .config import OffloadConfig
@@ -235,7 +235,7 @@ class Session:
 
     def note_compilation(self, code: CodeType | None) -> None:
         """Counts the graphs made of one code object, and warns when Dynamo will make no more of them."""
-        limit = torch._dynamo.config.recompile_limit
+        limit = recompile_limit()
         self._compilations[code] += 1
         if code is not None and self._compilations[code] == limit:
             warnings.warn(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
+from flextensor_fx._torch_versions import without_modes
 from flextensor_fx.runtime.device import Device
 from flextensor_fx.runtime.host_store import HostStore
 from flextensor_fx.runtime.layout import has_other_holders
@@ -50,7 +50,7 @@ class DeviceValues:
         self.settle()
         held = self._held.get(key)
         # The compiler describes real parameters while its modes are on, which would make a fake of what is copied here.
-        with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        with without_modes(), torch.inference_mode(False), torch.no_grad():
             if held is None:
                 source = self._store.source(key)
                 value = self._device.empty(source.shape, source.stride(), source.dtype)

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from flextensor_fx._torch_versions import storage_uses
+
 # Only names that old safetensors readers know: one unknown name makes such a reader refuse the whole file.
 NATIVE_NAMES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
@@ -143,5 +145,4 @@ def tensor_over(spec: WeightSpec, memory: np.ndarray, shift: int) -> torch.Tenso
 
 def has_other_holders(tensor: torch.Tensor) -> bool:
     """Whether any tensor but this one refers to its memory."""
-    storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) > 2  # the tensor's own reference, and that of `storage`
+    return storage_uses(tensor) > 2  # the tensor's own reference, and that of who asks

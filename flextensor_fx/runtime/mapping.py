@@ -7,8 +7,8 @@ import mmap
 import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import _disable_current_modes
 
+from flextensor_fx._torch_versions import storage_again, without_modes
 from flextensor_fx.runtime.store import Store
 
 
@@ -46,9 +46,9 @@ class Mappings:
         storage = None
         known = self._storages.get(key)
         if known is not None and known[0] == place:  # a forked child has a place of its own
-            storage = torch.UntypedStorage._new_with_weak_ptr(known[1].cdata)
+            storage = storage_again(known[1])
         # The compiler describes real parameters while its modes are on, which would make a fake of what is mapped here.
-        with _disable_current_modes(), torch.inference_mode(False):
+        with without_modes(), torch.inference_mode(False):
             if storage is None:
                 storage = _map(*place, spec.nbytes)
                 self._storages[key] = place, StorageWeakRef(storage)

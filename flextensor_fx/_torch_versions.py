@@ -1,0 +1,97 @@
+"""What this package takes of torch that torch does not promise: the place to look at when a release breaks something.
+
+What a compiler's interface asks for by its nature is not here: Inductor's is in inner.py and direct_calls.py, Dynamo's guards in
+_guards.py, and a parameter's subclass in runtime/parameter.py. tests/test_torch_versions.py holds all others to this module.
+For a new release run the tests with it, and add a line:
+
+    2.11  the oldest that is supported. A compiled function is called from a function named "compile_wrapper"; before, from "_fn",
+          which now stands between what `torch.compiler.disable` gave and what it was given. `Source.name` is a property; before,
+          a method. Dynamo does not guard on whether parameters of a frozen base want gradients (tests/test_gradients.py).
+    2.12  `compile_fx_inner` takes one more keyword, which inner.py passes on as it comes.
+    2.13  `CustomGraphPass.uuid` is that of a new base class; `FakeTensor` is made with other arguments, and is never made here.
+    2.14  A guard has one more field. Generated code is laid out differently (tests/test_generated_code.py reads both).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import fx
+from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
+
+profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled
+"""Whether autograd's profiler is running on this thread."""
+
+_WRAPPER = "compile_wrapper"
+
+
+def is_compile_wrapper(frame: FrameType) -> bool:
+    """Whether a frame is that of the function which torch.compile returned; its local `fn` is what the user compiled."""
+    return frame.f_code.co_name == _WRAPPER and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame"
+
+
+def root_frame() -> Any:
+    """What Dynamo is compiling, with `f_code`, `f_locals` and `f_globals` as a frame has; None outside a compilation."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        return InstructionTranslator.current_tx().output.root_tx
+    except AttributeError:  # there is none on this thread
+        return None
+
+
+def source_of(node: fx.Node) -> Any:
+    """Dynamo's source of a placeholder; None where it has none."""
+    source = getattr(node, "_dynamo_source", None)
+    return source if source is not None else getattr(node.meta.get("grapharg"), "source", None)
+
+
+def copy_source(node: fx.Node, copy: Any) -> None:
+    """Gives `copy`, the copy of a placeholder, its source: AOTAutograd reads it."""
+    source = getattr(node, "_dynamo_source", None)
+    if source is not None:
+        copy._dynamo_source = source
+
+
+def source_name(source: Any) -> str:
+    """The guard expression of a source, such as ``L['self']._modules['layers']``."""
+    return str(source.name)
+
+
+def recompile_limit() -> int:
+    """How many graphs Dynamo makes of one code object before it gives up."""
+    return torch._dynamo.config.recompile_limit
+
+
+def storage_uses(tensor: torch.Tensor) -> int:
+    """How many refer to the memory of `tensor`: it, whoever shares it, and the one reference that is made to ask."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+def storage_again(reference: StorageWeakRef) -> torch.UntypedStorage:
+    """The storage that a reference refers to, which must live."""
+    return torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+
+
+__all__ = [
+    "BackendCompilerFailed",
+    "compile_lock",
+    "copy_source",
+    "is_compile_wrapper",
+    "profiler_enabled",
+    "recompile_limit",
+    "root_frame",
+    "source_name",
+    "source_of",
+    "storage_again",
+    "storage_uses",
+    "without_modes",
+]
