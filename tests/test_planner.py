@@ -298,7 +298,7 @@ def test_a_thousand_weights_take_well_under_a_second():
     uses = [(f"l{i}", dice.choice([MB, 4 * MB, 9 * MB]), (i,)) for i in range(1000)]
     step_ms = [dice.uniform(0.01, 1.0) for _ in uses]
     link = Link(0.01, 2 * sum(nbytes for _, nbytes, _ in uses) / sum(step_ms) / 3, "made up")
-    begin = time.perf_counter()
+    begin = time.process_time()  # of this process alone, as the machine may be busy
     made = plan(uses, step_ms, link, sum(nbytes for _, nbytes, _ in uses) // 4)
-    assert time.perf_counter() - begin < 2.0
+    assert time.process_time() - begin < 2.0
     assert made.predicted_ms < 1.05 * made.lower_bound_ms
