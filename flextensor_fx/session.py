@@ -5,8 +5,6 @@ All state that lasts from one compilation to the next is here, in an object that
 
 from __future__ import annotations
 
-import hashlib
-import sys
 import threading
 import time
 import uuid
@@ -24,8 +22,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
-from ._sources import nbytes as bytes_of
-from ._sources import storage_key
 from ._torch_versions import recompile_limit
 from .candidates import Candidate, Roots, Slot, find_candidates
 from .captured import CapturedGraph, Costs
@@ -47,7 +43,16 @@ from .runtime.layout import WeightSpec
 from .runtime.parameter import OffloadedParameter
 from .runtime.trace import Recorder
 from .selection import Selection, select
-from .session_plan import check_profile, completed, costs_of, plan_weights, shape_of
+from .session_facts import (
+    ReturnedValues,
+    facts_of,
+    fingerprint_of,
+    held_elsewhere,
+    is_plain,
+    reference,
+    signature_of,
+)
+from .session_plan import check_profile, completed, costs_of, plan_weights
 from .state_dicts import give_host_values
 from .tiers import Tier, add_weights
 
@@ -149,8 +154,8 @@ class Session:
         selection = select(roots.tree(), config.include_patterns, config.exclude_patterns)
         candidates = find_candidates(roots, selection)
         tier = Tier(config, candidates, moves=moves)
-        unit_of, nbytes, fixed = _facts(candidates, stays)
-        uid = registry.free_uid(_fingerprint(roots, candidates))
+        unit_of, nbytes, fixed = facts_of(candidates, stays)
+        uid = registry.free_uid(fingerprint_of(roots, candidates))
         if profile is not None:
             check_profile(profile, str(config.profile), candidates, fixed, str(tier.device))
             costs = costs_of(profile)
@@ -160,7 +165,7 @@ class Session:
         session = cls(uid, config, selection, nbytes, fixed, unit_of, costs, plan, tier, memory, streams_all)
         session._roots = {prefix: weakref.ref(module) for prefix, module in roots.modules.items()}
         session._stays_by_graph = dict(stays)
-        session._signature = _signature(roots)
+        session._signature = signature_of(roots)
         return session
 
     def refresh(self) -> None:
@@ -179,12 +184,12 @@ class Session:
             for name, parameter in held.items()
             if isinstance(parameter, OffloadedParameter) and self._stand_ins.get(parameter.key) is parameter
         }
-        signature = _signature(roots)
+        signature = signature_of(roots)
         if signature != self._signature:
             selection = select(roots.tree(), self.config.include_patterns, self.config.exclude_patterns)
             candidates = find_candidates(roots, selection, "" if self.engine is None else self.engine.instance)
             self.tier.check(candidates)
-            unit_of, nbytes, stays = _facts(candidates, self._stays_by_graph)
+            unit_of, nbytes, stays = facts_of(candidates, self._stays_by_graph)
             costs = completed(self.costs, nbytes)
             known = frozenset(moved.keys() & nbytes.keys())
             self.plan = plan_weights(
@@ -231,7 +236,7 @@ class Session:
     def note_callable(self, value: Any) -> None:
         """Notes what the user compiled, so that a report can be asked for by it."""
         if value is not None and not self.has_callable(value):
-            self._callables.append(_reference(value))
+            self._callables.append(reference(value))
 
     def note_compilation(self, code: CodeType | None) -> None:
         """Counts the graphs made of one code object, and warns when Dynamo will make no more of them."""
@@ -390,7 +395,7 @@ class Session:
         return {**self._packed, **places(self._packs(self._pending()), self.tier.device)}
 
     def _files_of(self, pending: Sequence[Candidate]) -> dict[str, tuple[str, str]]:
-        unshared = {c.name: c.parameter for c in pending if c.parameter.is_contiguous() and not _held_elsewhere(c)}
+        unshared = {c.name: c.parameter for c in pending if c.parameter.is_contiguous() and not held_elsewhere(c)}
         return find_in_place(unshared)
 
     def _move(
@@ -401,7 +406,7 @@ class Session:
             engine.write(key, olds[0].detach())
         stand_in = OffloadedParameter.of(olds[0], key, engine, self.tier.device)
         self._moved[candidate.name] = self._stand_ins[key] = stand_in
-        if _is_plain(olds[0]):
+        if is_plain(olds[0]):
             self._originals[key] = TensorWeakRef(olds[0])
         alias = None if in_place else engine.host_value(key)
         for slot, old in zip(candidate.slots, olds, strict=True):
@@ -438,7 +443,7 @@ class Session:
 
     def _bring_back(self, keys: Set[str], engine: Engine | HostEngine) -> None:
         """Puts plain parameters in the place of stand-ins, one at a time."""
-        returned = _ReturnedValues()
+        returned = ReturnedValues()
         slots: dict[int, list[Slot]] = {}
         for slot in self.roots.slots().values():
             slots.setdefault(id(slot.parameter), []).append(slot)
@@ -462,71 +467,3 @@ class Session:
         original.data = value
         original.requires_grad_(stand_in.requires_grad)
         return original
-
-
-def _is_plain(parameter: Tensor) -> bool:
-    return type(parameter) is nn.Parameter
-
-
-def _reference(value: Any) -> weakref.ref[Any]:
-    return weakref.WeakMethod(value) if hasattr(value, "__self__") else weakref.ref(value)
-
-
-def _held_elsewhere(candidate: Candidate) -> bool:
-    """Whether anything but the model's slots refers to the parameter."""
-    ours = len(candidate.slots) + 2  # the local name, and the argument of getrefcount
-    parameter = candidate.parameter
-    return sys.getrefcount(parameter) > ours
-
-
-def _facts(
-    candidates: Sequence[Candidate], stays: Mapping[str, str]
-) -> tuple[dict[str, str], dict[str, int], dict[str, str]]:
-    """By name of each selected weight: its unit, its bytes, and why it stays resident if it must."""
-    unit_of = {c.name: c.unit for c in candidates}
-    nbytes = {c.name: bytes_of(c.parameter) for c in candidates}
-    fixed = {c.name: c.stays for c in candidates if c.stays is not None}
-    return unit_of, nbytes, fixed | {name: why for name, why in stays.items() if name in nbytes}
-
-
-def _signature(roots: Roots) -> object:
-    """What a selection and a plan hang on: names, shapes, dtypes and ties; not the tensors themselves."""
-    first: dict[object, str] = {}
-    return tuple(
-        (name, shape_of(p), p.dtype, p.device, first.setdefault(storage_key(p), name))
-        for name, slot in roots.slots().items()
-        for p in [slot.parameter]
-    )
-
-
-class _ReturnedValues:
-    """Where the stand-ins of released weights find their values."""
-
-    instance = "released"
-    aliases = True
-
-    def __init__(self) -> None:
-        self.values: dict[str, Tensor] = {}
-
-    def mapped(self, key: str) -> Tensor:
-        return self.values[key]
-
-    borrowed = mapped
-
-    def note_shown(self, key: str) -> None:
-        pass
-
-    note_written = note_shown
-
-    def host_value(self, key: str) -> Tensor:
-        return self.values[key].cpu()
-
-    def write(self, key: str, tensor: Tensor) -> None:
-        self.values[key].copy_(tensor)
-
-
-def _fingerprint(roots: Roots, candidates: Sequence[Candidate]) -> str:
-    """The same for the same model in every process, so that a compile cache made by one serves the next."""
-    names = "-".join(type(module).__name__ for module in roots.modules.values())
-    text = "\n".join(f"{c.name} {shape_of(c.parameter)} {c.parameter.dtype}" for c in candidates)
-    return f"{names}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"

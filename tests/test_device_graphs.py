@@ -13,6 +13,7 @@ import torch
 import flextensor_fx
 from compiling import assert_equal, fresh_compiler, mlp, resident, session_of
 from flextensor_fx import backend
+from flextensor_fx.calls import of_open_stores
 from flextensor_fx.config import OffloadConfig
 from flextensor_fx.device_graphs import wants_graphs, why_no_graphs, without_graphs
 from flextensor_fx.errors import OffloadError, StoreError
@@ -163,7 +164,7 @@ def test_nothing_is_replayed_from_a_store_that_is_closed(install: Install) -> No
     with torch.no_grad():
         stream_from_host(model)(X)
     uid = session_of(model).uid
-    run = backend._of_open_stores(calls.append, (uid,))
+    run = of_open_stores(calls.append, (uid,))
     run(1)
     flextensor_fx.release(model)
     with pytest.raises(StoreError, match="to be open, found it released"):

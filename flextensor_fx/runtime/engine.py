@@ -17,10 +17,10 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from flextensor_fx.errors import OffloadError, StoreError
+from flextensor_fx.errors import StoreError
 from flextensor_fx.runtime.arena import Block
 from flextensor_fx.runtime.container import ALIGN
-from flextensor_fx.runtime.layout import tensor_over
+from flextensor_fx.runtime.layout import converted, tensor_over
 from flextensor_fx.runtime.mapping import Mappings
 from flextensor_fx.runtime.reader import Reader, Transfer, closed_error
 from flextensor_fx.runtime.stats import EngineStats
@@ -238,16 +238,7 @@ class Engine:
             raise closed_error(key)
         spec = self.store.spec(key)
         with torch.no_grad():
-            if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
-                value = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
-                try:
-                    value.copy_(tensor)
-                except RuntimeError as error:
-                    raise OffloadError(
-                        f"weight {spec}: cannot be given a value of shape {list(tensor.shape)}: {error}"
-                    ) from error
-                tensor = value
-            self.store.write(key, tensor)
+            self.store.write(key, converted(spec, tensor))
 
     @property
     def aliases(self) -> bool:

@@ -27,72 +27,12 @@ from flextensor_fx.passes.schedule import format_bytes
 from flextensor_fx.runtime.ahead import Ahead
 from flextensor_fx.runtime.device import Device
 from flextensor_fx.runtime.device_trace import DeviceRecorder
+from flextensor_fx.runtime.device_transfer import Books, DeviceTransfer
 from flextensor_fx.runtime.device_values import DeviceValues
 from flextensor_fx.runtime.host_store import HostStore
+from flextensor_fx.runtime.layout import converted
 from flextensor_fx.runtime.stats import DeviceStats, EngineStats
 from flextensor_fx.runtime.trace import Recorder
-
-
-class _Books:
-    """What transfers need of their engine, which they must not keep alive: its events, and the bytes on the device."""
-
-    def __init__(self, device: Device) -> None:
-        self.device = device
-        self._events: list[Any] = []
-        self._held: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}  # by address
-
-    def take_event(self) -> Any:
-        try:
-            return self._events.pop()
-        except IndexError:
-            return self.device.new_event()
-
-    def return_event(self, event: Any) -> None:
-        """Every wait for what `event` stands for has been queued: it may stand for something else."""
-        self._events.append(event)
-
-    def hold(self, weight: torch.Tensor) -> None:
-        """Counts `weight` until it is given up or gone, as in a call that fails half-way or returns it."""
-        held, address = self._held, weight.data_ptr()
-        held[address] = weight.nbytes, weakref.ref(weight, lambda _: held.pop(address, None))
-
-    def give_up(self, weight: torch.Tensor) -> None:
-        self._held.pop(weight.data_ptr(), None)
-
-    @property
-    def live(self) -> int:
-        """Bytes of the weights that are held."""
-        return sum([nbytes for nbytes, _ in list(self._held.values())])
-
-
-class DeviceTransfer:
-    """One weight on its way to the device. Made by `HostEngine.start`, ended by `HostEngine.finish` or by being dropped.
-
-    Attributes:
-        key: of the weight.
-        stream: that was current when it was started.
-    """
-
-    __slots__ = ("_books", "event", "key", "stream", "version", "weight")
-
-    def __init__(self, books: _Books, key: str, weight: torch.Tensor, stream: Any, event: Any, version: int) -> None:
-        self._books = books
-        self.key, self.stream, self.event, self.version = key, stream, event, version
-        self.weight: torch.Tensor | None = weight
-
-    def drop(self) -> None:
-        """Gives up the weight, which nobody will read. Its memory goes back to the stream it came from, behind the copy."""
-        weight, self.weight = self.weight, None
-        if weight is not None:
-            self._books.device.wait(self.stream, self.event)
-            self._books.return_event(self.event)
-            self._books.give_up(weight)
-
-    def __del__(self) -> None:
-        self.drop()
-
-    def __repr__(self) -> str:
-        return f"DeviceTransfer({self.key!r}, {'over' if self.weight is None else 'on its way'})"
 
 
 class HostEngine:
@@ -117,7 +57,7 @@ class HostEngine:
         self.recorder: Recorder | None = None
         self._pool_bytes = pool_bytes
         self._copies = device.new_stream()
-        self._books = _Books(device)
+        self._books = Books(device)
         self._values = DeviceValues(device, store)
         self._ahead: Ahead[DeviceTransfer] = Ahead(DeviceTransfer.drop)
         self._transfers = self._started_ahead = self._captured = self._copied = self._peak_live = 0
@@ -355,15 +295,7 @@ class HostEngine:
         self.settle()
         spec = self.store.spec(key)
         with torch.no_grad():
-            if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
-                value = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
-                try:
-                    value.copy_(tensor)
-                except RuntimeError as error:
-                    raise OffloadError(
-                        f"weight {spec}: cannot be given a value of shape {list(tensor.shape)}: {error}"
-                    ) from error
-                tensor = value
+            tensor = converted(spec, tensor)
             # Copies of the old value may be under way, also in a graph that the device replays.
             self.device.synchronize()
             self.store.write(key, tensor)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from flextensor_fx._torch_versions import storage_uses
+from flextensor_fx.errors import OffloadError
 
 # Only names that old safetensors readers know: one unknown name makes such a reader refuse the whole file.
 NATIVE_NAMES: dict[torch.dtype, str] = {
@@ -141,6 +142,21 @@ def tensor_over(spec: WeightSpec, memory: np.ndarray, shift: int) -> torch.Tenso
     array = np.ndarray(spec.shape, spec.array_dtype, memory, shift, spec.byte_stride)  # pyright: ignore[reportArgumentType]
     tensor = torch.from_numpy(array)
     return tensor if tensor.dtype == spec.dtype else tensor.view(spec.dtype)
+
+
+def converted(spec: WeightSpec, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` as a value of the weight, as `weight.copy_(tensor)` takes it: broadcast and converted.
+
+    Raises:
+        OffloadError: the shape cannot be broadcast to the weight's.
+    """
+    if tuple(tensor.shape) == spec.shape and tensor.dtype == spec.dtype:
+        return tensor
+    value = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
+    try:
+        return value.copy_(tensor)
+    except RuntimeError as error:
+        raise OffloadError(f"weight {spec}: cannot be given a value of shape {list(tensor.shape)}: {error}") from error
 
 
 def has_other_holders(tensor: torch.Tensor) -> bool:
