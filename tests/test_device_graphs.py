@@ -68,6 +68,48 @@ def test_a_capture_leaves_copies_ahead_alone(device: ModelledDevice) -> None:
     device.assert_no_race()
 
 
+def test_a_transfer_that_is_collected_in_a_capture_does_not_touch_it(device: ModelledDevice) -> None:
+    """As when the failure of an earlier call held it in a cycle."""
+    engine = host_engine(device, {"a": torch.full((64,), 1.0), "b": torch.full((64,), 2.0)})
+    with device.watching():
+        started = [engine.start("a")]
+        with device.capture() as graph:
+            weight = engine.finish(engine.start("b"))
+            started.clear()
+            found = weight * 3
+        assert engine._books.left and engine._books.live == weight.nbytes
+        graph.replay()
+        assert bool((found == 6).all())
+        assert bool((engine.finish(engine.start("a")) == 1).all())
+        assert not engine._books.left
+    device.assert_no_race()
+
+
+def test_a_captured_transfer_that_is_collected_behind_its_capture_waits_for_nothing(device: ModelledDevice) -> None:
+    engine = host_engine(device, {"a": torch.full((64,), 1.0)})
+    started = []
+    with device.watching():
+        with pytest.raises(RuntimeError, match="the call fails"), device.capture():
+            started.append(engine.start("a"))
+            raise RuntimeError("the call fails")
+        started.clear()
+        assert engine._books.live == 0
+        assert bool((engine.finish(engine.start("a")) == 1).all())
+    device.assert_no_race()
+
+
+def test_an_engine_that_is_collected_in_a_capture_does_not_wait_in_it(device: ModelledDevice) -> None:
+    other = host_engine(device, {"a": torch.full((64,), 1.0)})
+    engine = host_engine(device, {"b": torch.full((64,), 2.0)})
+    before = device.pinned_bytes
+    with device.watching(), device.capture():
+        del other
+        weight = engine.finish(engine.start("b"))
+        del weight
+    device.assert_no_race()
+    assert device.pinned_bytes == before  # until exit
+
+
 def test_what_is_not_pinned_cannot_be_captured() -> None:
     device = ModelledDevice(fail_pin_at=1)
     with pytest.warns(UserWarning, match="stay pageable"):

@@ -40,6 +40,7 @@ class _Books:
         self.device = device
         self._events: list[Any] = []
         self._held: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}  # by address
+        self.left: list[tuple[Any, Any, torch.Tensor]] = []
 
     def take_event(self) -> Any:
         try:
@@ -50,6 +51,26 @@ class _Books:
     def return_event(self, event: Any) -> None:
         """Every wait for what `event` stands for has been queued: it may stand for something else."""
         self._events.append(event)
+
+    def leave(self, stream: Any, event: Any, weight: torch.Tensor, captured: bool) -> None:
+        """Lets the memory of `weight`, which nobody will read, go back to `stream` behind the copy that `event` stands for.
+
+        Whatever collects garbage may do this in the middle of a capture, which a wait for what was queued outside would end; nor
+        may anything outside wait for what is in a capture.
+        """
+        self.give_up(weight)
+        capturing = self.device.capturing()
+        if capturing and not captured:
+            self.left.append((stream, event, weight))
+            return
+        if capturing or not captured:
+            self.device.wait(stream, event)
+        self.return_event(event)
+
+    def let_go(self) -> None:
+        """Outside of a capture: what was left in one."""
+        while self.left:
+            self.leave(*self.left.pop(), captured=False)
 
     def hold(self, weight: torch.Tensor) -> None:
         """Counts `weight` until it is given up or gone, as in a call that fails half-way or returns it."""
@@ -71,12 +92,15 @@ class DeviceTransfer:
     Attributes:
         key: of the weight.
         stream: that was current when it was started.
+        captured: whether it is part of a graph of the device.
     """
 
-    __slots__ = ("_books", "event", "key", "stream", "version", "weight")
+    __slots__ = ("_books", "captured", "event", "key", "stream", "version", "weight")
 
-    def __init__(self, books: _Books, key: str, weight: torch.Tensor, stream: Any, event: Any, version: int) -> None:
-        self._books = books
+    def __init__(
+        self, books: _Books, key: str, weight: torch.Tensor, stream: Any, event: Any, version: int, captured: bool
+    ) -> None:
+        self._books, self.captured = books, captured
         self.key, self.stream, self.event, self.version = key, stream, event, version
         self.weight: torch.Tensor | None = weight
 
@@ -84,9 +108,7 @@ class DeviceTransfer:
         """Gives up the weight, which nobody will read. Its memory goes back to the stream it came from, behind the copy."""
         weight, self.weight = self.weight, None
         if weight is not None:
-            self._books.device.wait(self.stream, self.event)
-            self._books.return_event(self.event)
-            self._books.give_up(weight)
+            self._books.leave(self.stream, self.event, weight, self.captured)
 
     def __del__(self) -> None:
         self.drop()
@@ -140,6 +162,8 @@ class HostEngine:
         if self.device.capturing():
             # What was begun outside of the capture cannot be waited for in it: copies for the next call stay as they are.
             return self._capture(key)
+        if self._books.left:
+            self._books.let_go()
         if self._values:
             self._values.settle()
         if self._ahead:
@@ -149,7 +173,7 @@ class HostEngine:
             self._make_room(self.store.spec(key).nbytes)
         return self._start(key)
 
-    def _start(self, key: str) -> DeviceTransfer:
+    def _start(self, key: str, captured: bool = False) -> DeviceTransfer:
         device, copies, books = self.device, self._copies, self._books
         source = self.store.source(key)
         stream = device.current_stream()
@@ -175,7 +199,7 @@ class HostEngine:
         self._transfers += 1
         self._copied += weight.nbytes
         self._peak_live = max(self._peak_live, books.live)
-        return DeviceTransfer(books, key, weight, stream, event, self.store.version(key))
+        return DeviceTransfer(books, key, weight, stream, event, self.store.version(key), captured)
 
     def _capture(self, key: str) -> DeviceTransfer:
         if not self.store.is_pinned(key):
@@ -184,7 +208,7 @@ class HostEngine:
                 f"({self.store.unpinned_because}), so that its copy cannot be part of it; switch CUDA graphs off"
             )
         self._captured += 1
-        return self._start(key)
+        return self._start(key, captured=True)
 
     def finish(self, transfer: DeviceTransfer) -> torch.Tensor:
         """Have the current stream wait for a weight. The host does not wait.
@@ -207,7 +231,7 @@ class HostEngine:
             recorder.note("waits", transfer.key)
         if transfer.version != self.store.version(transfer.key):  # written since it was started
             transfer.drop()
-            return self.finish(self._start(transfer.key))
+            return self.finish(self._start(transfer.key, transfer.captured))
         if stream == transfer.stream:
             transfer.weight = None
             device.wait(stream, transfer.event)
@@ -449,5 +473,9 @@ class HostEngine:
 
 
 def _close(store: HostStore, device: Device) -> None:
+    if device.capturing():
+        # Garbage is collected at any time, and the host may not wait in a capture: the memory goes at exit.
+        weakref.finalize(torch, _close, store, device)
+        return
     device.synchronize()
     store.close()
