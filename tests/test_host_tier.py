@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -390,6 +392,40 @@ def test_threads_may_call_at_once(device: ModelledDevice) -> None:
     for thread in threads:
         thread.join()
     assert found == [True] * 40
+
+
+def test_threads_may_read_and_write_weights_while_others_call(device: ModelledDevice) -> None:
+    model = mlp(2)
+    compiled = stream_from_host(model)
+    with torch.no_grad():
+        want = compiled(X)
+    done: list[Callable[[], object]] = []
+
+    def repeat(use: Callable[[], object]) -> None:
+        with torch.no_grad():
+            for _ in range(100):
+                use()
+        done.append(use)
+
+    def touch() -> None:
+        for parameter in model.parameters():
+            parameter.mul_(1.0)
+            assert parameter[:1].abs().sum() >= 0
+
+    def call() -> None:
+        assert_equal(compiled(X), want)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=repeat, args=(use,)) for use in (touch, touch, call)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(done) == 3
 
 
 def test_events_and_streams_are_made_once(device: ModelledDevice) -> None:

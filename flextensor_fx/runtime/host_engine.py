@@ -349,6 +349,9 @@ class HostEngine:
     def note_written(self, key: str) -> None:
         """What `borrowed` gave was written to."""
         self._values.note_written(key)
+        if self._captured:
+            # Whoever captured a call by himself replays it without asking here.
+            self._values.settle()
 
     def host_value(self, key: str) -> torch.Tensor:
         """The value of a weight as a host tensor that is the store's own memory.
