@@ -170,6 +170,34 @@ def test_a_write_reaches_the_very_next_call(device: ModelledDevice, name: str, o
     device.assert_no_race()
 
 
+@pytest.mark.parametrize("store", ["host", "disk"])
+def test_data_may_be_set_to_itself_in_another_order(device: ModelledDevice, store: str) -> None:
+    model = mlp(2)
+    compiled = stream_from_host(model, store=store)
+    with torch.no_grad():
+        compiled(X)
+        turned = model[0].weight.t().clone()
+        model[0].weight.data = model[0].weight.data.t()
+        assert_equal(model[0].weight.cpu(), turned)
+        assert_equal(compiled(X), expected(copy.deepcopy(model), X))
+        model[0].weight.data = model[0].weight.data  # what some libraries do
+        assert_equal(model[0].weight.cpu(), turned)
+
+
+def test_a_detached_weight_outlives_its_store(device: ModelledDevice) -> None:
+    model = mlp(2)
+    before = values(model)["0.weight"]
+    compiled = stream_from_host(model)
+    with torch.no_grad():
+        compiled(X)
+        detached = model[0].weight.detach()
+        assert_equal(detached + 0, before)
+        flextensor_fx.release(model)
+        assert_equal(detached + 0, before)
+        detached.mul_(2)
+        assert_equal(model[0].weight.detach(), before * 2)
+
+
 def test_a_view_that_is_kept_goes_on_writing(device: ModelledDevice) -> None:
     model = mlp(2)
     compiled = stream_from_host(model)
