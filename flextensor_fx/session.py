@@ -155,7 +155,9 @@ class Session:
             check_profile(profile, str(config.profile), candidates, fixed, str(tier.device))
             costs = costs_of(profile)
         costs = completed(costs or Costs({}, (), link_for(config, tier.device)), nbytes)
-        memory = tier.memory(candidates, costs.activation_bytes)
+        memory = tier.memory(
+            candidates, costs.activation_bytes, _bytes_elsewhere(roots, tier, nbytes.keys()) if moves else 0
+        )
         plan = plan_weights(config, costs, nbytes, fixed, memory, 0, streams_all=streams_all)
         session = cls(uid, config, selection, nbytes, fixed, unit_of, costs, plan, tier, memory, streams_all)
         session._roots = {prefix: weakref.ref(module) for prefix, module in roots.modules.items()}
@@ -487,6 +489,15 @@ def _facts(
     nbytes = {c.name: bytes_of(c.parameter) for c in candidates}
     fixed = {c.name: c.stays for c in candidates if c.stays is not None}
     return unit_of, nbytes, fixed | {name: why for name, why in stays.items() if name in nbytes}
+
+
+def _bytes_elsewhere(roots: Roots, tier: Tier, selected: Set[str]) -> int:
+    """Bytes of what is not selected and has yet to move to the device: parameters, and buffers."""
+    slots = {name: slot.parameter for name, slot in roots.slots().items()}
+    chosen = {id(p) for name, p in slots.items() if name in selected}
+    rest = [*slots.values(), *(b for module in roots.modules.values() for b in module.buffers())]
+    elsewhere = {id(t): t for t in rest if id(t) not in chosen and t.device.type not in (tier.device.type, "meta")}
+    return sum(bytes_of(t) for t in elsewhere.values())
 
 
 def _signature(roots: Roots) -> object:
