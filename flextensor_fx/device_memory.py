@@ -19,7 +19,8 @@ class DeviceMemory:
 
     Fields:
         device: such as "cuda:0".
-        free: that this process can have, together with what selected weights take there now.
+        free: that this process can have, together with what selected weights take there now, and less the rest of a model that
+            is about to move there.
         total: of the device.
         activation_bytes: at most, of all activations that are alive at once in a call; None where no graph is known yet.
     """

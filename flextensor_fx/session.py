@@ -45,6 +45,7 @@ from .runtime.trace import Recorder
 from .selection import Selection, select
 from .session_facts import (
     ReturnedValues,
+    bytes_elsewhere,
     facts_of,
     fingerprint_of,
     held_elsewhere,
@@ -160,7 +161,9 @@ class Session:
             check_profile(profile, str(config.profile), candidates, fixed, str(tier.device))
             costs = costs_of(profile)
         costs = completed(costs or Costs({}, (), link_for(config, tier.device)), nbytes)
-        memory = tier.memory(candidates, costs.activation_bytes)
+        memory = tier.memory(
+            candidates, costs.activation_bytes, bytes_elsewhere(roots, tier.device, nbytes.keys()) if moves else 0
+        )
         plan = plan_weights(config, costs, nbytes, fixed, memory, 0, streams_all=streams_all)
         session = cls(uid, config, selection, nbytes, fixed, unit_of, costs, plan, tier, memory, streams_all)
         session._roots = {prefix: weakref.ref(module) for prefix, module in roots.modules.items()}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ._sources import nbytes as bytes_of
@@ -41,6 +42,15 @@ def facts_of(
     nbytes = {c.name: bytes_of(c.parameter) for c in candidates}
     fixed = {c.name: c.stays for c in candidates if c.stays is not None}
     return unit_of, nbytes, fixed | {name: why for name, why in stays.items() if name in nbytes}
+
+
+def bytes_elsewhere(roots: Roots, device: torch.device, selected: Set[str]) -> int:
+    """Bytes of what is not selected and has yet to move to `device`: parameters, and buffers."""
+    slots = {name: slot.parameter for name, slot in roots.slots().items()}
+    chosen = {id(p) for name, p in slots.items() if name in selected}
+    rest = [*slots.values(), *(b for module in roots.modules.values() for b in module.buffers())]
+    elsewhere = {id(t): t for t in rest if id(t) not in chosen and t.device.type not in (device.type, "meta")}
+    return sum(bytes_of(t) for t in elsewhere.values())
 
 
 def signature_of(roots: Roots) -> object:

@@ -64,15 +64,19 @@ class Tier:
                     "'device' out"
                 )
 
-    def memory(self, candidates: Iterable[Candidate], activation_bytes: int | None) -> DeviceMemory:
-        """What "auto" and shares of the device go by."""
+    def memory(
+        self, candidates: Iterable[Candidate], activation_bytes: int | None, coming_bytes: int = 0
+    ) -> DeviceMemory:
+        """What "auto" and shares of the device go by; `coming_bytes` of the model that is not selected have yet to move there."""
         free, total = self.accelerator.memory()
         there = {
             id(c.parameter): c.parameter.nbytes
             for c in candidates
             if c.stays is None and c.parameter.device == self.device
         }
-        return DeviceMemory(str(self.device), free + sum(there.values()), total, activation_bytes)
+        return DeviceMemory(
+            str(self.device), max(0, free + sum(there.values()) - coming_bytes), total, activation_bytes
+        )
 
     def open_engine(self, config: OffloadConfig, uid: str, pool_bytes: int) -> Engine | HostEngine:
         """An engine whose store is empty so far."""

@@ -8,46 +8,52 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
 
-from .aliasing import may_alias
 from .metadata import value_of
 
 
 def activation_peak(graph: Graph, *, keeps_all: bool = False) -> int:
-    """At most this many bytes: every node's result counts from the node to its last reader, as if nothing were fused.
+    """At most this many bytes: every new memory counts from the node that makes it to its last reader, as if nothing were fused.
 
-    Inputs and parameters are not counted, they are there before. A view keeps what it is a view of.
+    Inputs and parameters are not counted, they are there before. What is a view, and what a conversion returns unchanged, is told
+    by the memory of the fake values.
 
     Args:
         graph: with fake values; sizes that are symbols count as seen at this call.
         keeps_all: for a call with a backward, which may read every result again.
     """
     order = {node: position for position, node in enumerate(graph.nodes)}
-    ends: dict[Node, int] = {}
-    for node in reversed(graph.nodes):
+    ends: dict[int, int] = {}
+    for node in graph.nodes:
         last = max((order[user] for user in node.users), default=order[node])
-        views = (ends[user] for user in node.users if may_alias(user))
-        ends[node] = max(last, *views, order[node])
+        for memory in _memories(node):
+            ends[memory] = max(last, ends.get(memory, 0))
+    there: set[int] = set()
     freed: defaultdict[int, int] = defaultdict(int)
     alive = peak = 0
     for node in graph.nodes:
-        if node.op in ("placeholder", "get_attr", "output") or may_alias(node):
-            continue
-        nbytes = _bytes_of(value_of(node))
-        alive += nbytes
+        new = {memory: nbytes for memory, nbytes in _memories(node).items() if memory not in there}
+        there |= new.keys()
+        if node.op not in ("placeholder", "get_attr", "output"):
+            for memory, nbytes in new.items():
+                alive += nbytes
+                freed[ends[memory]] += nbytes
         peak = max(peak, alive)
-        freed[ends[node]] += nbytes
         if not keeps_all:
             alive -= freed.pop(order[node], 0)
     return peak
 
 
-def _bytes_of(value: Any) -> int:
-    if isinstance(value, torch.Tensor):
-        return math.prod(_hint(extent) for extent in value.shape) * value.dtype.itemsize
-    if isinstance(value, (tuple, list)):
-        return sum(_bytes_of(part) for part in value)
-    return 0
+def _memories(node: Node) -> dict[int, int]:
+    """The bytes of each memory that a node's tensors lie in, as far as they take it; by what tells it from others."""
+    found: dict[int, int] = {}
+    for value in pytree.tree_leaves(value_of(node)):
+        if isinstance(value, torch.Tensor):
+            memory = value.untyped_storage()._cdata if value.layout is torch.strided else id(value)
+            nbytes = math.prod(_hint(extent) for extent in value.shape) * value.dtype.itemsize
+            found[memory] = max(nbytes, found.get(memory, 0))
+    return found
 
 
 def _hint(extent: Any) -> int:

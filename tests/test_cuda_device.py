@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -89,6 +90,45 @@ def test_free_memory_counts_what_torch_keeps_unused(pretend: Pretend, monkeypatc
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 5000))
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
     assert CudaDevice(torch.device("cuda:0")).memory() == (1400, 5000)
+
+
+class Switchboard:
+    """Which device is current, and which stream on each, as `torch.cuda` keeps them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, device: int) -> None:
+        self.device = device
+        self.streams = [SimpleNamespace(device_index=index, name="default") for index in range(2)]
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: self.device)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.streams[device.index])
+        monkeypatch.setattr(torch.cuda, "set_stream", self.set_stream)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(self, "device", device))
+
+    def set_stream(self, stream: Any) -> None:
+        self.device = stream.device_index  # as torch does
+        self.streams[stream.device_index] = stream
+
+
+@pytest.mark.parametrize("current", [0, 1])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_copy_leaves_the_current_device_and_its_streams(
+    monkeypatch: pytest.MonkeyPatch, current: int, fails: bool
+) -> None:
+    board = Switchboard(monkeypatch, current)
+    before = list(board.streams)
+    copies = SimpleNamespace(device_index=1, name="copies")
+    seen: list[Any] = []
+
+    def copy_(source: Any, non_blocking: bool) -> None:
+        seen.append((board.streams[1], non_blocking))
+        if fails:
+            raise RuntimeError("the device is gone")
+
+    into: Any = SimpleNamespace(copy_=copy_)
+    with pytest.raises(RuntimeError, match="is gone") if fails else contextlib.nullcontext():
+        CudaDevice(torch.device("cuda:1")).copy(into, torch.ones(1), copies)  # pyright: ignore[reportArgumentType]  # a stream of the board
+    assert seen == [(copies, True)]
+    assert board.streams == before and board.device == current
 
 
 def test_the_cpu_is_a_device_too() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +13,13 @@ from torch import Tensor, nn
 
 import flextensor_fx
 from compiling import assert_equal, fresh_compiler, mlp, resident, session_of
+from flextensor_fx import session
+from flextensor_fx.candidates import Roots
+from flextensor_fx.config import OffloadConfig
 from flextensor_fx.errors import BudgetError, ConfigError, OffloadError
 from flextensor_fx.passes.activation_peak import activation_peak
+from flextensor_fx.session import Session
+from flextensor_fx.simulate import Link
 from graphs import trace
 from modelled_device import ModelledDevice
 from modelled_session import Install, device, install, stream_from_host
@@ -66,6 +74,18 @@ def test_auto_without_a_graph_leaves_half_for_activations(install: Install) -> N
     assert session_of(model).plan.budget == memory.room == (memory.free - memory.margin) // 2
 
 
+def test_auto_leaves_room_for_what_moves_there_unselected(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = install(total_bytes=4 * MIB)
+    device.device = torch.device("cuda", 0)  # the model is elsewhere
+    monkeypatch.setattr(session, "link_for", lambda config, device: Link(0.01, 1e7, "of a test"))
+    model = nn.ModuleDict({"layers": model_of(8), "table": nn.Embedding(1024, WIDTH)})  # 2 MiB and 1 MiB
+    model.register_buffer("cache", torch.zeros(MIB // 4))
+    roots, config = Roots({"": model}), OffloadConfig(include_patterns=["layers.*"], budget="auto")
+    memory = Session.open(roots, config, None, {}, moves=True).memory
+    assert memory.free == 4 * MIB - MIB - MIB
+    assert Session.open(roots, replace(config, include_patterns=["*"]), None, {}, moves=True).memory.free == 3 * MIB
+
+
 def test_a_device_that_is_too_full_is_refused_with_the_numbers(install: Install) -> None:
     device = install(total_bytes=2 * MIB)
 
@@ -114,6 +134,24 @@ def test_activations_count_from_their_making_to_their_last_reader() -> None:
     graph = trace(function).graph
     assert activation_peak(graph) == 64 + 64 + 4
     assert activation_peak(graph, keeps_all=True) == 64 + 64 + 4 + 64
+
+
+def test_conversions_count_where_they_make_memory() -> None:
+    def function(x: Tensor) -> Tensor:
+        wide = x.to(torch.float64)  # 128 bytes
+        turned = wide.reshape(4, 4).t()
+        straight = turned.contiguous()  # 128
+        greatest, places = straight.contiguous().to(torch.float64).max(0)  # 32 + 32
+        return greatest + places
+
+    found = []
+
+    def note(module: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        found.append(activation_peak(module.graph))
+        return module.forward
+
+    torch.compile(function, backend=note, fullgraph=True)(torch.ones(4, 4))
+    assert found == [128 + 128]
 
 
 @pytest.mark.parametrize("name", ["cuda", "cuda:1", "cuda:0"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterable
 from types import SimpleNamespace
@@ -51,6 +52,23 @@ def test_a_replayed_call_copies_the_weights_of_now(device: ModelledDevice) -> No
     assert stats is not None and stats.device is not None and stats.device.captured == 4
 
 
+def test_a_write_reaches_a_graph_that_the_user_replays_by_himself(device: ModelledDevice) -> None:
+    model = mlp(2)
+    compiled = stream_from_host(model)
+    with torch.no_grad(), device.watching():
+        x = device.adopt(X.clone())
+        compiled(x)
+        with device.capture() as graph:
+            result = compiled(x)
+        for write in (lambda p: p.mul_(2), lambda p: p.copy_(torch.full_like(p, 0.5))):
+            write(model[0].weight)
+            write(model[2].weight)
+            graph.replay()
+            with device.on_host():
+                assert_equal(result, copy.deepcopy(model)(X))
+    device.assert_no_race()
+
+
 def test_a_capture_leaves_copies_ahead_alone(device: ModelledDevice) -> None:
     model = mlp(4)
     compiled = stream_from_host(model, objective="steady", budget="60%")
@@ -67,6 +85,48 @@ def test_a_capture_leaves_copies_ahead_alone(device: ModelledDevice) -> None:
         assert_equal(result, want)
         assert_equal(compiled(x), want)
     device.assert_no_race()
+
+
+def test_a_transfer_that_is_collected_in_a_capture_does_not_touch_it(device: ModelledDevice) -> None:
+    """As when the failure of an earlier call held it in a cycle."""
+    engine = host_engine(device, {"a": torch.full((64,), 1.0), "b": torch.full((64,), 2.0)})
+    with device.watching():
+        started = [engine.start("a")]
+        with device.capture() as graph:
+            weight = engine.finish(engine.start("b"))
+            started.clear()
+            found = weight * 3
+        assert engine._books.left and engine._books.live == weight.nbytes
+        graph.replay()
+        assert bool((found == 6).all())
+        assert bool((engine.finish(engine.start("a")) == 1).all())
+        assert not engine._books.left
+    device.assert_no_race()
+
+
+def test_a_captured_transfer_that_is_collected_behind_its_capture_waits_for_nothing(device: ModelledDevice) -> None:
+    engine = host_engine(device, {"a": torch.full((64,), 1.0)})
+    started = []
+    with device.watching():
+        with contextlib.suppress(OffloadError), device.capture():
+            started.append(engine.start("a"))
+            engine.start("missing")
+        started.clear()
+        assert engine._books.live == 0
+        assert bool((engine.finish(engine.start("a")) == 1).all())
+    device.assert_no_race()
+
+
+def test_an_engine_that_is_collected_in_a_capture_does_not_wait_in_it(device: ModelledDevice) -> None:
+    other = host_engine(device, {"a": torch.full((64,), 1.0)})
+    engine = host_engine(device, {"b": torch.full((64,), 2.0)})
+    before = device.pinned_bytes
+    with device.watching(), device.capture():
+        del other
+        weight = engine.finish(engine.start("b"))
+        del weight
+    device.assert_no_race()
+    assert device.pinned_bytes == before  # until exit
 
 
 def test_what_is_not_pinned_cannot_be_captured() -> None:

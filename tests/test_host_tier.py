@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -166,6 +168,34 @@ def test_a_write_reaches_the_very_next_call(device: ModelledDevice, name: str, o
         assert_equal(compiled(X), want)
         assert_equal(model[2].weight.cpu(), twin[2].weight)
     device.assert_no_race()
+
+
+@pytest.mark.parametrize("store", ["host", "disk"])
+def test_data_may_be_set_to_itself_in_another_order(device: ModelledDevice, store: str) -> None:
+    model = mlp(2)
+    compiled = stream_from_host(model, store=store)
+    with torch.no_grad():
+        compiled(X)
+        turned = model[0].weight.t().clone()
+        model[0].weight.data = model[0].weight.data.t()
+        assert_equal(model[0].weight.cpu(), turned)
+        assert_equal(compiled(X), expected(copy.deepcopy(model), X))
+        model[0].weight.data = model[0].weight.data  # what some libraries do
+        assert_equal(model[0].weight.cpu(), turned)
+
+
+def test_a_detached_weight_outlives_its_store(device: ModelledDevice) -> None:
+    model = mlp(2)
+    before = values(model)["0.weight"]
+    compiled = stream_from_host(model)
+    with torch.no_grad():
+        compiled(X)
+        detached = model[0].weight.detach()
+        assert_equal(detached + 0, before)
+        flextensor_fx.release(model)
+        assert_equal(detached + 0, before)
+        detached.mul_(2)
+        assert_equal(model[0].weight.detach(), before * 2)
 
 
 def test_a_view_that_is_kept_goes_on_writing(device: ModelledDevice) -> None:
@@ -390,6 +420,40 @@ def test_threads_may_call_at_once(device: ModelledDevice) -> None:
     for thread in threads:
         thread.join()
     assert found == [True] * 40
+
+
+def test_threads_may_read_and_write_weights_while_others_call(device: ModelledDevice) -> None:
+    model = mlp(2)
+    compiled = stream_from_host(model)
+    with torch.no_grad():
+        want = compiled(X)
+    done: list[Callable[[], object]] = []
+
+    def repeat(use: Callable[[], object]) -> None:
+        with torch.no_grad():
+            for _ in range(100):
+                use()
+        done.append(use)
+
+    def touch() -> None:
+        for parameter in model.parameters():
+            parameter.mul_(1.0)
+            assert parameter[:1].abs().sum() >= 0
+
+    def call() -> None:
+        assert_equal(compiled(X), want)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=repeat, args=(use,)) for use in (touch, touch, call)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(done) == 3
 
 
 def test_events_and_streams_are_made_once(device: ModelledDevice) -> None:

@@ -53,12 +53,15 @@ class CudaDevice:
         stream.wait_event(event)
 
     def copy(self, into: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream) -> None:
-        before = torch.cuda.current_stream(self.device)
+        before, here = torch.cuda.current_stream(self.device), torch.cuda.current_device()
         torch.cuda.set_stream(stream)
         try:
             into.copy_(source, non_blocking=True)
         finally:
             torch.cuda.set_stream(before)
+            if here != self.device.index:
+                # Making a stream current makes its device current as well: what the caller does next is for another one.
+                torch.cuda.set_device(here)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

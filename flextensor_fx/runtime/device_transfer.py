@@ -17,6 +17,7 @@ class Books:
         self.device = device
         self._events: list[Any] = []
         self._held: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}  # by address
+        self.left: list[tuple[Any, Any, torch.Tensor]] = []
 
     def take_event(self) -> Any:
         try:
@@ -27,6 +28,26 @@ class Books:
     def return_event(self, event: Any) -> None:
         """Every wait for what `event` stands for has been queued: it may stand for something else."""
         self._events.append(event)
+
+    def leave(self, stream: Any, event: Any, weight: torch.Tensor, captured: bool) -> None:
+        """Lets the memory of `weight`, which nobody will read, go back to `stream` behind the copy that `event` stands for.
+
+        Whatever collects garbage may do this in the middle of a capture, which a wait for what was queued outside would end; nor
+        may anything outside wait for what is in a capture.
+        """
+        self.give_up(weight)
+        capturing = self.device.capturing()
+        if capturing and not captured:
+            self.left.append((stream, event, weight))
+            return
+        if capturing or not captured:
+            self.device.wait(stream, event)
+        self.return_event(event)
+
+    def let_go(self) -> None:
+        """Outside of a capture: what was left in one."""
+        while self.left:
+            self.leave(*self.left.pop(), captured=False)
 
     def hold(self, weight: torch.Tensor) -> None:
         """Counts `weight` until it is given up or gone, as in a call that fails half-way or returns it."""
@@ -48,12 +69,15 @@ class DeviceTransfer:
     Attributes:
         key: of the weight.
         stream: that was current when it was started.
+        captured: whether it is part of a graph of the device.
     """
 
-    __slots__ = ("_books", "event", "key", "stream", "version", "weight")
+    __slots__ = ("_books", "captured", "event", "key", "stream", "version", "weight")
 
-    def __init__(self, books: Books, key: str, weight: torch.Tensor, stream: Any, event: Any, version: int) -> None:
-        self._books = books
+    def __init__(
+        self, books: Books, key: str, weight: torch.Tensor, stream: Any, event: Any, version: int, captured: bool
+    ) -> None:
+        self._books, self.captured = books, captured
         self.key, self.stream, self.event, self.version = key, stream, event, version
         self.weight: torch.Tensor | None = weight
 
@@ -61,9 +85,7 @@ class DeviceTransfer:
         """Gives up the weight, which nobody will read. Its memory goes back to the stream it came from, behind the copy."""
         weight, self.weight = self.weight, None
         if weight is not None:
-            self._books.device.wait(self.stream, self.event)
-            self._books.return_event(self.event)
-            self._books.give_up(weight)
+            self._books.leave(self.stream, self.event, weight, self.captured)
 
     def __del__(self) -> None:
         self.drop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +24,7 @@ class _Value:
 class DeviceValues:
     """Weights as device tensors, each copied when it is first asked for, and written back to the store where it may have changed.
 
-    Nothing of this is fast, and all of it synchronises: compiled calls read no weight this way.
+    Nothing of this is fast, and all of it synchronises: compiled calls read no weight this way. Safe from any thread.
 
     Attributes:
         returned_bytes: written back so far.
@@ -33,6 +34,8 @@ class DeviceValues:
         self.returned_bytes = 0
         self._device, self._store = device, store
         self._held: dict[str, _Value] = {}
+        # A value that one thread has made and not handed out yet looks to another as if nobody held it.
+        self._lock = threading.RLock()
 
     def __len__(self) -> int:
         return len(self._held)
@@ -47,19 +50,20 @@ class DeviceValues:
             StoreError: the store has no such key, or is closed.
             torch.OutOfMemoryError: the device has no room for it.
         """
-        self.settle()
-        held = self._held.get(key)
-        # The compiler describes real parameters while its modes are on, which would make a fake of what is copied here.
-        with without_modes(), torch.inference_mode(False), torch.no_grad():
-            if held is None:
-                source = self._store.source(key)
-                value = self._device.empty(source.shape, source.stride(), source.dtype)
-                value.copy_(source)
-                # Readers may be on other streams than the one that copies.
-                self._device.synchronize()
-                held = self._held[key] = _Value(value, self._store.version(key))
-            held.shown |= shown
-            return held.tensor.detach()
+        with self._lock:
+            self.settle()
+            held = self._held.get(key)
+            # The compiler describes real parameters while its modes are on, which would make a fake of what is copied here.
+            with without_modes(), torch.inference_mode(False), torch.no_grad():
+                if held is None:
+                    source = self._store.source(key)
+                    value = self._device.empty(source.shape, source.stride(), source.dtype)
+                    value.copy_(source)
+                    # Readers may be on other streams than the one that copies.
+                    self._device.synchronize()
+                    held = self._held[key] = _Value(value, self._store.version(key))
+                held.shown |= shown
+                return held.tensor.detach()
 
     def note_shown(self, key: str) -> None:
         """Somebody holds a tensor over the value's memory from now on."""
@@ -71,23 +75,25 @@ class DeviceValues:
 
     def settle(self) -> None:
         """Writes what may have changed back to the store, and forgets the weights that nobody holds any more."""
-        for key, held in list(self._held.items()):
-            alone = not has_other_holders(held.tensor)
-            if alone or held.written or held.shown:
-                # Readers and writers may be on any stream; and copies from the store may be under way.
-                self._device.synchronize()
-            if held.written or held.shown:
-                self._store.write(key, held.tensor)
-                held.written, held.stored = False, self._store.version(key)
-                self.returned_bytes += held.tensor.nbytes
-            if alone:
-                del self._held[key]
+        with self._lock:
+            for key, held in list(self._held.items()):
+                alone = not has_other_holders(held.tensor)
+                if alone or held.written or held.shown:
+                    # Readers and writers may be on any stream; and copies from the store may be under way.
+                    self._device.synchronize()
+                if held.written or held.shown:
+                    self._store.write(key, held.tensor)
+                    held.written, held.stored = False, self._store.version(key)
+                    self.returned_bytes += held.tensor.nbytes
+                if alone:
+                    del self._held[key]
 
     def refresh(self, key: str) -> None:
         """The store has a new value: tensors of the weight that somebody holds get it too."""
-        held = self._held.get(key)
-        if held is not None and held.stored != self._store.version(key):
-            with torch.no_grad():
-                held.tensor.copy_(self._store.source(key))
-            self._device.synchronize()
-            held.stored = self._store.version(key)
+        with self._lock:
+            held = self._held.get(key)
+            if held is not None and held.stored != self._store.version(key):
+                with torch.no_grad():
+                    held.tensor.copy_(self._store.source(key))
+                self._device.synchronize()
+                held.stored = self._store.version(key)

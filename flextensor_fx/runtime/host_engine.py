@@ -80,6 +80,8 @@ class HostEngine:
         if self.device.capturing():
             # What was begun outside of the capture cannot be waited for in it: copies for the next call stay as they are.
             return self._capture(key)
+        if self._books.left:
+            self._books.let_go()
         if self._values:
             self._values.settle()
         if self._ahead:
@@ -89,7 +91,7 @@ class HostEngine:
             self._make_room(self.store.spec(key).nbytes)
         return self._start(key)
 
-    def _start(self, key: str) -> DeviceTransfer:
+    def _start(self, key: str, captured: bool = False) -> DeviceTransfer:
         device, copies, books = self.device, self._copies, self._books
         source = self.store.source(key)
         stream = device.current_stream()
@@ -115,7 +117,7 @@ class HostEngine:
         self._transfers += 1
         self._copied += weight.nbytes
         self._peak_live = max(self._peak_live, books.live)
-        return DeviceTransfer(books, key, weight, stream, event, self.store.version(key))
+        return DeviceTransfer(books, key, weight, stream, event, self.store.version(key), captured)
 
     def _capture(self, key: str) -> DeviceTransfer:
         if not self.store.is_pinned(key):
@@ -124,7 +126,7 @@ class HostEngine:
                 f"({self.store.unpinned_because}), so that its copy cannot be part of it; switch CUDA graphs off"
             )
         self._captured += 1
-        return self._start(key)
+        return self._start(key, captured=True)
 
     def finish(self, transfer: DeviceTransfer) -> torch.Tensor:
         """Have the current stream wait for a weight. The host does not wait.
@@ -147,7 +149,7 @@ class HostEngine:
             recorder.note("waits", transfer.key)
         if transfer.version != self.store.version(transfer.key):  # written since it was started
             transfer.drop()
-            return self.finish(self._start(transfer.key))
+            return self.finish(self._start(transfer.key, transfer.captured))
         if stream == transfer.stream:
             transfer.weight = None
             device.wait(stream, transfer.event)
@@ -265,6 +267,9 @@ class HostEngine:
     def note_written(self, key: str) -> None:
         """What `borrowed` gave was written to."""
         self._values.note_written(key)
+        if self._captured:
+            # Whoever captured a call by himself replays it without asking here.
+            self._values.settle()
 
     def host_value(self, key: str) -> torch.Tensor:
         """The value of a weight as a host tensor that is the store's own memory.
@@ -381,5 +386,9 @@ class HostEngine:
 
 
 def _close(store: HostStore, device: Device) -> None:
+    if device.capturing():
+        # Garbage is collected at any time, and the host may not wait in a capture: the memory goes at exit.
+        weakref.finalize(torch, _close, store, device)
+        return
     device.synchronize()
     store.close()

@@ -55,7 +55,7 @@ class ValueSource(Protocol):
         ...
 
 
-_OWN = ("key", "source", "identity", "_handle", "_is_param")
+_OWN = ("key", "_sources", "identity", "_handle", "_is_param")
 
 
 _RESHAPING = frozenset(
@@ -69,9 +69,9 @@ class OffloadedParameter(Tensor):
     """A parameter whose value is in the store of `source` under `key`."""
 
     key: str
-    source: ValueSource | None
     identity: tuple[str, str]
     _handle: Tensor
+    _sources: list[ValueSource | None]  # one, which detached copies share
 
     # Subclasses without this get every result wrapped into themselves; ours must be plain tensors.
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]  # torch's own idiom
@@ -92,7 +92,7 @@ class OffloadedParameter(Tensor):
             cls, size, strides=stride, dtype=dtype, device=device, requires_grad=requires_grad
         )
         parameter.key = key
-        parameter.source = source
+        parameter._sources = [source]
         parameter.identity = (key, "" if source is None else source.instance)
         # A tensor without elements: what tells a fake copy, made for tracing, from the real parameter.
         parameter._handle = torch.empty(0, dtype=dtype, device=device) if handle is None else handle
@@ -144,6 +144,15 @@ class OffloadedParameter(Tensor):
         """Whether another backend traces the graph that uses this; the graph then gets to the value by itself."""
         return self.source is None and not isinstance(self._handle, FakeTensor)
 
+    @property
+    def source(self) -> ValueSource | None:
+        """Where the value is; None while it is traced."""
+        return self._sources[0]
+
+    @source.setter
+    def source(self, source: ValueSource) -> None:
+        self._sources[0] = source
+
     # --- eager use -------------------------------------------------------------------------------------------------
     @property
     def _is_copied(self) -> bool:
@@ -160,6 +169,7 @@ class OffloadedParameter(Tensor):
         with torch.inference_mode(False):
             new = OffloadedParameter(self.key, self.source, self.shape, self.stride(), self.dtype, self.device, False)
         new.identity = self.identity
+        new._sources = self._sources  # it goes on having the value when the store is closed
         new._is_param = False
         return new
 
@@ -222,8 +232,11 @@ class OffloadedParameter(Tensor):
                 "Call flextensor_fx.release(model) before converting, moving or resizing it (.half(), .to(), .data = ...)."
             )
         own = self.plain()
-        if value is not self and value.data_ptr() != own.data_ptr():
-            own.copy_(value.detach())
+        if value is self or (value.data_ptr() == own.data_ptr() and _alike(value, own)):
+            return
+        # What is read in another order than it is written, as `parameter.data.t()`, must be read first.
+        value = value.detach()
+        own.copy_(value.clone() if value.untyped_storage().data_ptr() == own.untyped_storage().data_ptr() else value)
 
     def numpy(self, **options: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if self.requires_grad:
@@ -278,6 +291,11 @@ class OffloadedParameter(Tensor):
         if isinstance(self._handle, FakeTensor):
             return f"OffloadedParameter({self.key!r}, {tuple(self.shape)}, {self.dtype})"
         return f"Parameter containing (offloaded as {self.key!r}):\n{self.plain()!r}"
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    """Whether tensors of one address, shape and dtype have the same value."""
+    return a.stride() == b.stride() and a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg()
 
 
 def _note_use(
