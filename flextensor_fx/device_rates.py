@@ -17,9 +17,10 @@ from .machine import Machine
 from .machine_cache import keep, kept_file, read_kept
 from .simulate import Link
 
-_SIDE = 4096
-_COPY_BYTES = 64 << 20
+_SIDE = 2048
+_COPY_BYTES = 32 << 20
 _HOST_LINK = Link(0.005, 5e6, "estimated")  # a copy from memory to memory by one core
+_UNKNOWN, _UNKNOWN_LINK = Rates(1e11, 1e9), 2e7  # of a device that has no room for a measurement
 _HOST_BYTES_PER_MS = 1e7  # what a core or two read
 
 
@@ -60,7 +61,10 @@ def _measured(device: torch.device) -> _Measured:
     if device.type == "cpu":
         found = _Measured(here, measure_compute(), _HOST_BYTES_PER_MS, _HOST_LINK.bytes_per_ms)
     else:
-        found = _Measured(here, *_probe(device))
+        try:
+            found = _Measured(here, *_probe(device))
+        except torch.OutOfMemoryError:  # it is so full that a model is about to be offloaded from it
+            return _Measured(here, _UNKNOWN.flops_per_ms, _UNKNOWN.bytes_per_ms, _UNKNOWN_LINK)
     keep(file, _FORM, found)
     return found
 

@@ -155,7 +155,7 @@ class Session:
         selection = select(roots.tree(), config.include_patterns, config.exclude_patterns)
         candidates = find_candidates(roots, selection)
         tier = Tier(config, candidates, moves=moves)
-        unit_of, nbytes, fixed = facts_of(candidates, stays)
+        unit_of, nbytes, fixed = facts_of(candidates, {**stays, **tier.stays(candidates)})
         uid = registry.free_uid(fingerprint_of(roots, candidates))
         if profile is not None:
             check_profile(profile, str(config.profile), candidates, fixed, str(tier.device))
@@ -192,7 +192,8 @@ class Session:
             selection = select(roots.tree(), self.config.include_patterns, self.config.exclude_patterns)
             candidates = find_candidates(roots, selection, "" if self.engine is None else self.engine.instance)
             self.tier.check(candidates)
-            unit_of, nbytes, stays = facts_of(candidates, self._stays_by_graph)
+            stays = {**self._stays_by_graph, **self.tier.stays(candidates)}
+            unit_of, nbytes, stays = facts_of(candidates, stays)
             costs = completed(self.costs, nbytes)
             known = frozenset(moved.keys() & nbytes.keys())
             self.plan = plan_weights(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch import nn
 
 from .candidates import Candidate
 from .config import OffloadConfig
@@ -63,6 +64,13 @@ class Tier:
                     "call flextensor_fx.offload(model, config) before compiling, which moves the model, or leave the option "
                     "'device' out"
                 )
+
+    def stays(self, candidates: Iterable[Candidate]) -> dict[str, str]:
+        """Why weights cannot be in this tier, by name."""
+        if not self.on_host or self.accelerator.shares_memory:
+            return {}
+        why = "its module keeps a list of its weights of its own, which would hold host tensors"
+        return {c.name: why for c in candidates if any(isinstance(slot.module, nn.RNNBase) for slot in c.slots)}
 
     def memory(
         self, candidates: Iterable[Candidate], activation_bytes: int | None, coming_bytes: int = 0

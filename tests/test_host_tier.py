@@ -456,6 +456,14 @@ def test_threads_may_read_and_write_weights_while_others_call(device: ModelledDe
     assert len(done) == 3
 
 
+def test_weights_that_their_module_lists_stay(device: ModelledDevice) -> None:
+    model = nn.ModuleDict({"rnn": nn.GRU(16, 16), "out": nn.Linear(16, 16)})
+    flextensor_fx.offload(model, {"include_patterns": ["*"], "store": "host", "min_stream_bytes": 0})
+    assert set(session_of(model).moved) == {"out.weight", "out.bias"}
+    assert "keeps a list of its weights" in str(flextensor_fx.report(model))
+    assert model["rnn"](X)[0].shape == X.shape
+
+
 def test_events_and_streams_are_made_once(device: ModelledDevice) -> None:
     compiled = stream_from_host(mlp(8), lookahead=2)
     with torch.no_grad():

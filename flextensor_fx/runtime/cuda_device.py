@@ -67,7 +67,10 @@ class CudaDevice:
         torch.cuda.synchronize(self.device)
 
     def capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+        if torch.cuda.current_device() == self.device.index:
+            return torch.cuda.is_current_stream_capturing()
+        with torch.cuda.device(self.device):
+            return torch.cuda.is_current_stream_capturing()
 
     def pin(self, address: int, nbytes: int) -> None:
         with torch.cuda.device(self.device):

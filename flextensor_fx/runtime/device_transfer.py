@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from typing import Any
 
@@ -17,6 +18,7 @@ class Books:
         self.device = device
         self._events: list[Any] = []
         self._held: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}  # by address
+        self._pid = os.getpid()
         self.left: list[tuple[Any, Any, torch.Tensor]] = []
 
     def take_event(self) -> Any:
@@ -36,6 +38,8 @@ class Books:
         may anything outside wait for what is in a capture.
         """
         self.give_up(weight)
+        if self._pid != os.getpid():
+            return  # garbage of the process that this one was forked from, to which the device belongs
         capturing = self.device.capturing()
         if capturing and not captured:
             self.left.append((stream, event, weight))

@@ -13,6 +13,7 @@ The host waits for nothing, unless a weight is written.
 from __future__ import annotations
 
 import gc
+import os
 import uuid
 import weakref
 from collections.abc import Iterable, Iterator
@@ -65,7 +66,7 @@ class HostEngine:
         self.setup_seconds = 0.0
         self._closed = False
         self._compiled = True
-        self._finalizer = weakref.finalize(self, _close, store, device)
+        self._finalizer = weakref.finalize(self, _close, store, device, os.getpid())
 
     # --- transfers -------------------------------------------------------------------------------------------------
     def start(self, key: str) -> DeviceTransfer:
@@ -368,7 +369,7 @@ class HostEngine:
             pass
         if self._captured and self.serves_backwards:
             self._finalizer.detach()
-            weakref.finalize(torch, _close, self.store, self.device)
+            weakref.finalize(torch, _close, self.store, self.device, os.getpid())
         else:
             self._finalizer()
 
@@ -385,10 +386,12 @@ class HostEngine:
         return StoreError(f"weight {key!r}: its engine is closed; nothing can be read or written after close")
 
 
-def _close(store: HostStore, device: Device) -> None:
+def _close(store: HostStore, device: Device, pid: int) -> None:
+    if pid != os.getpid():
+        return  # the driver and what is pinned belong to the process that this one was forked from
     if device.capturing():
         # Garbage is collected at any time, and the host may not wait in a capture: the memory goes at exit.
-        weakref.finalize(torch, _close, store, device)
+        weakref.finalize(torch, _close, store, device, pid)
         return
     device.synchronize()
     store.close()

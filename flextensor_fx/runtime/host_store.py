@@ -55,9 +55,11 @@ class Pack:
 class _Slab:
     """Anonymous memory in whole pages."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, shared: bool) -> None:
         self.nbytes = round_up(nbytes)
-        self.map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # Pages of a private map are copied when the process writes to them after a fork, and a device would read the old ones.
+        flags = (mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE) | mmap.MAP_ANONYMOUS
+        self.map = mmap.mmap(-1, self.nbytes, flags=flags)
         self.array = np.frombuffer(self.map, np.uint8)
         self.address: int = self.array.__array_interface__["data"][0]
         self.pinned = False
@@ -108,7 +110,7 @@ class HostStore:
         slabs: list[_Slab] = []
         for group in _groups(inside):
             try:
-                slabs.append(_Slab(_end(group)))
+                slabs.append(_Slab(_end(group), not self._device.shares_memory))
             except (OSError, OverflowError, ValueError) as error:
                 raise StoreError(
                     f"host store: {_end(group)} bytes of memory could not be had for {len(group)} weights: {error}; give a "
