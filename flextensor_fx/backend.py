@@ -42,7 +42,7 @@ from .session import AUTO, Session
 
 log = logging.getLogger("flextensor_fx")
 
-_ATTEMPTS = 4  # a graph is planned again when its lowered form needs a larger pool than its captured form showed
+_ATTEMPTS = 6  # a graph is planned again when its lowered form needs a larger pool than its captured form showed
 
 
 def flextensor(
@@ -263,11 +263,11 @@ class _Compilation:
         self.fetched: set[Node] = set()
 
     def run_until_it_fits(self, inputs: Sequence[Any]) -> Callable[..., Any]:
-        for _ in range(_ATTEMPTS):
+        for attempt in range(_ATTEMPTS):
             try:
                 return self.run(inputs)
             except PoolTooSmall as error:
-                self.sessions[error.store].require_pool(error.least)
+                self.sessions[error.store].require_pool(error.least, again=attempt > 0)
         raise AssertionError(f"no pool was found in {_ATTEMPTS} plans for {self.module.graph!r}")
 
     def run(self, inputs: Sequence[Any]) -> Callable[..., Any]:

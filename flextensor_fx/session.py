@@ -28,7 +28,7 @@ from .captured import CapturedGraph, Costs
 from .config import OffloadConfig
 from .device_memory import DeviceMemory
 from .device_rates import link_for
-from .errors import StoreError
+from .errors import BudgetError, StoreError
 from .graph_record import GraphRecord
 from .packing import find_packs, places
 from .passes.fetches import Packed
@@ -117,6 +117,7 @@ class Session:
     _pool_floor: int = 0
     _page_pool: int = 0
     _packed: Mapping[str, Packed] = field(default_factory=dict)
+    _packs_small: bool = True
     _hooked: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = field(default_factory=weakref.WeakKeyDictionary)
 
     # --- making one ------------------------------------------------------------------------------------------------
@@ -275,19 +276,31 @@ class Session:
             recorder.note("leaves", graph)
 
     # --- planning --------------------------------------------------------------------------------------------------
-    def require_pool(self, least: int) -> None:
-        """Plans again with a pool of at least `least` bytes, which a graph was found to need.
+    def require_pool(self, least: int, *, again: bool = False) -> None:
+        """Plans again with a pool of at least `least` bytes, which a graph was found to need; or, where small weights would
+        travel together, lets them travel one by one: a pack is in the pool as a whole, for as long as any part of it is used.
+
+        Args:
+            again: whether the graph has had a larger pool already. More is streamed then, and a pack grows with that.
 
         Raises:
-            BudgetError: the budget cannot hold it beside the weights that must stay.
+            BudgetError: the budget cannot hold it beside the weights that must stay, nor are there packs that could be undone.
         """
         if least <= self._pool_floor:
             raise AssertionError(f"a pool of {self._pool_floor} bytes was refused, although only {least} are needed")
-        self._pool_floor = least
-        moved = frozenset(self._moved)
-        self.plan = plan_weights(
-            self.config, self.costs, self.nbytes, self.stays, self.memory, least, moved, self.streams_all
-        )
+        packs = bool(self._packs(self._pending()))
+        try:
+            if not (again and packs):
+                moved = frozenset(self._moved)
+                self.plan = plan_weights(
+                    self.config, self.costs, self.nbytes, self.stays, self.memory, least, moved, self.streams_all
+                )
+                self._pool_floor = least
+                return
+        except BudgetError:
+            if not packs:
+                raise
+        self._packs_small = False
 
     def planned(self, costs: Costs) -> Plan:
         """The plan from other costs, which need not leave a weight where it is.
@@ -392,7 +405,9 @@ class Session:
         return [c for c in self.candidates() if c.name in streamed and not isinstance(c.parameter, OffloadedParameter)]
 
     def _packs(self, pending: Sequence[Candidate]) -> tuple[Pack, ...]:
-        return find_packs(pending, self.key, lambda group: self.key(f"{group} together")) if self.tier.on_host else ()
+        if not self.tier.on_host or not self._packs_small:
+            return ()
+        return find_packs(pending, self.key, lambda group: self.key(f"{group} together"))
 
     def packed(self) -> Mapping[str, Packed]:
         """The place in its pack of each weight that does not travel alone, or will not once it has moved; by its key."""

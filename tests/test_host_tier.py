@@ -321,6 +321,24 @@ def test_small_weights_of_a_unit_are_one_copy(device: ModelledDevice) -> None:
     assert all(engine.store.source(p.key).data_ptr() % 256 == 0 for p in session_of(model).moved.values())
 
 
+@pytest.mark.parametrize("budget", ["25%", "55%", "90%"])
+def test_weights_that_do_not_fit_together_travel_alone(device: ModelledDevice, budget: str) -> None:
+    """All of a unit's weights are small enough to be packed. At 25% their pack is larger than the budget; at 90% it grows with
+    every plan that makes room for it."""
+    model = nn.Sequential(mlp(20, 64, bias=False), nn.Linear(64, 64))
+    x = torch.ones(2, 64)
+    want = expected(model, x)
+    compiled = stream_from_host(model, include_patterns=["0"], budget=budget)
+    with torch.no_grad(), device.watching():
+        assert_equal(compiled(x), want)
+        before = device.copies
+        assert_equal(compiled(x), want)
+        assert device.copies - before == len(session_of(model).moved) > 1
+    report = flextensor_fx.report(compiled)
+    assert report.peak_bytes <= report.budget
+    device.assert_no_race()
+
+
 def test_pinning_that_fails_costs_speed_alone(install: Install) -> None:
     device = install(fail_pin_at=1)
     model = mlp(4)
