@@ -27,9 +27,12 @@ class CudaDevice:
         count = torch.cuda.device_count()
         index = torch.cuda.current_device() if device.index is None and count else device.index or 0
         if index >= count:
+            advice = (
+                f"name one of cuda:0 to cuda:{count - 1}" if count else "name the device that the model computes on"
+            )
             raise OffloadError(
-                f"device {str(device)!r}: torch {torch.__version__} sees {count} CUDA device{'s' * (count != 1)} here; name one "
-                "of these, or leave the option out to run on the CPU"
+                f"device {str(device)!r}: torch {torch.__version__} sees {count} CUDA device{'s' * (count != 1)} here; {advice}, or "
+                "leave the option out"
             )
         self.device = torch.device("cuda", index)
         self.shares_memory = False
