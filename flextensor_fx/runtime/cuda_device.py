@@ -31,8 +31,8 @@ class CudaDevice:
                 f"name one of cuda:0 to cuda:{count - 1}" if count else "name the device that the model computes on"
             )
             raise OffloadError(
-                f"device {str(device)!r}: torch {torch.__version__} sees {count} CUDA device{'s' * (count != 1)} here; {advice}, or "
-                "leave the option out"
+                f"device {str(device)!r}: torch {torch.__version__} sees {count} CUDA device{'s' * (count != 1)} here; {advice}, "
+                "or leave the option out"
             )
         self.device = torch.device("cuda", index)
         self.shares_memory = False
