@@ -7,6 +7,8 @@ For a new release run the tests with it, and add a line:
     2.11  the oldest that is supported. A compiled function is called from a function named "compile_wrapper"; before, from "_fn",
           which now stands between what `torch.compiler.disable` gave and what it was given. `Source.name` is a property; before,
           a method. Dynamo does not guard on whether parameters of a frozen base want gradients (tests/test_gradients.py).
+          Once several threads have been in a function compiled with fullgraph=True, whatever its backend, Dynamo compiles no more
+          of any other function than comes before its first graph break; results stay right.
     2.12  `compile_fx_inner` takes one more keyword, which inner.py passes on as it comes.
     2.13  `CustomGraphPass.uuid` is that of a new base class; `FakeTensor` is made with other arguments, and is never made here.
     2.14  A guard has one more field. Generated code is laid out differently (tests/test_generated_code.py reads both).
