@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from . import _frames
 from .candidates import Roots
@@ -15,6 +15,8 @@ from .errors import OffloadError
 from .runtime import registry
 from .runtime.parameter import OffloadedParameter
 from .session import Session
+
+_META = torch.device("meta")
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -65,13 +67,22 @@ def offload(model: Model, config: OffloadConfig | Mapping[str, Any]) -> Model:
 
 
 def _move_rest(root: nn.Module, device: torch.device) -> None:
-    """Moves the parameters and buffers that stay to the device that computes; the same objects, as `Module.to` does."""
+    """Moves the parameters and buffers that stay to the device that computes; the same objects, as `Module.to` does.
+
+    What has no data yet stays where it is.
+    """
+
+    def is_elsewhere(tensor: Tensor | None) -> TypeGuard[Tensor]:
+        return tensor is not None and not nn.parameter.is_lazy(tensor) and tensor.device not in (device, _META)
+
     for module in root.modules():
         for parameter in module._parameters.values():
-            if parameter is not None and not isinstance(parameter, OffloadedParameter) and parameter.device != device:
+            if is_elsewhere(parameter) and not isinstance(parameter, OffloadedParameter):
                 parameter.data = parameter.data.to(device)
+                if parameter.grad is not None:
+                    parameter.grad.data = parameter.grad.data.to(device)
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != device:
+            if is_elsewhere(buffer):
                 module._buffers[name] = buffer.to(device)
 
 
