@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from .link_curve import kept_link
 from .passes.aliasing import may_alias
 from .passes.collect_uses import Uses
-from .passes.metadata import is_tensor, value_of
+from .passes.metadata import hint_of, is_tensor, value_of
 from .simulate import Link
 
 _SIDE = 512
@@ -89,7 +89,7 @@ def _work_ms(node: Node, rates: Rates) -> float:
     elements, _ = _output_of(node)
     inputs = (*node.args, *node.kwargs.values())  # one may come twice
     given = [value for value in inputs if isinstance(value, Node) and is_tensor(value)]
-    shapes = [[_hint(extent) for extent in value_of(source).shape] for source in given]
+    shapes = [[hint_of(extent) for extent in value_of(source).shape] for source in given]
     if name == "scaled_dot_product_attention" and len(shapes) > 1 and len(shapes[1]) > 1:
         return 4 * math.prod(shapes[0]) * shapes[1][-2] / rates.flops_per_ms  # queries by keys, and scores by values
     if name in _PRODUCTS and shapes and shapes[0]:
@@ -113,14 +113,6 @@ def _output_of(node: Node) -> tuple[float, int]:
     value = node.meta.get("val", node.meta.get("example_value"))
     if not isinstance(value, torch.Tensor) or not value.dim():
         return 1.0, 1
-    shape = [_hint(extent) for extent in value.shape]
+    shape = [hint_of(extent) for extent in value.shape]
     channels = shape[1] if "conv" in str(node.target) and len(shape) > 2 else shape[-1]
     return float(math.prod(shape)), channels
-
-
-def _hint(extent: Any) -> int:
-    """The size seen at this call; reading it adds no guard."""
-    if isinstance(extent, torch.SymInt):
-        hint = extent.node.hint
-        return 1 if hint is None else int(hint)
-    return int(extent)

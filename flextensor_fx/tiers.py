@@ -88,16 +88,15 @@ class Tier:
 
     def open_engine(self, config: OffloadConfig, uid: str, pool_bytes: int) -> Engine | HostEngine:
         """An engine whose store is empty so far."""
-        if not self.on_host:
-            store = Store.create(SessionDir(config.store_dir), direct_io=config.direct_io)
-            return Engine(uid, store, pool_bytes, read_threads=config.read_threads)
 
-        def overflow() -> Store:
+        def files() -> Store:
             return Store.create(SessionDir(config.store_dir), direct_io=config.direct_io)
 
+        if not self.on_host:
+            return Engine(uid, files(), pool_bytes, read_threads=config.read_threads)
         limit = config.host_budget
         assert limit is None or isinstance(limit, int)  # stored as bytes
-        store = HostStore(self.accelerator, overflow, limit, pin=config.pin_memory)
+        store = HostStore(self.accelerator, files, limit, pin=config.pin_memory)
         return HostEngine(uid, store, self.accelerator, pool_bytes)
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from .metadata import value_of
+from .metadata import hint_of, value_of
 
 
 def activation_peak(graph: Graph, *, keeps_all: bool = False) -> int:
@@ -51,13 +50,6 @@ def _memories(node: Node) -> dict[int, int]:
     for value in pytree.tree_leaves(value_of(node)):
         if isinstance(value, torch.Tensor):
             memory = value.untyped_storage()._cdata if value.layout is torch.strided else id(value)
-            nbytes = math.prod(_hint(extent) for extent in value.shape) * value.dtype.itemsize
+            nbytes = math.prod(hint_of(extent) for extent in value.shape) * value.dtype.itemsize
             found[memory] = max(nbytes, found.get(memory, 0))
     return found
-
-
-def _hint(extent: Any) -> int:
-    if isinstance(extent, torch.SymInt):
-        hint = extent.node.hint  # reading it adds no guard
-        return 1 if hint is None else int(hint)
-    return int(extent)

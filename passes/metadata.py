@@ -21,6 +21,14 @@ def value_of(node: Node) -> Any:
     return node.meta.get("val", node.meta.get("example_value"))
 
 
+def hint_of(extent: Any) -> int:
+    """A size, which may be a symbol, as seen at this call; reading it adds no guard. 1 where it is not known."""
+    if isinstance(extent, torch.SymInt):
+        hint = extent.node.hint
+        return 1 if hint is None else int(hint)
+    return int(extent)
+
+
 def is_tensor(node: Node) -> bool:
     """Whether `node` yields one tensor."""
     return isinstance(value_of(node), Tensor)

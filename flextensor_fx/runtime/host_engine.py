@@ -83,8 +83,7 @@ class HostEngine:
             return self._capture(key)
         if self._books.left:
             self._books.let_go()
-        if self._values:
-            self._values.settle()
+        self.settle()
         if self._ahead:
             started = self._take_ahead(key)
             if started is not None:
@@ -96,10 +95,7 @@ class HostEngine:
         device, copies, books = self.device, self._copies, self._books
         source = self.store.source(key)
         stream = device.current_stream()
-        try:
-            weight = device.empty(source.shape, source.stride(), source.dtype)
-        except torch.OutOfMemoryError as error:
-            raise self._no_memory(key, source.nbytes) from error
+        weight = self._memory_for(key, source)
         recorder = self.recorder
         if recorder is not None:
             recorder.note("issued", key)
@@ -240,10 +236,7 @@ class HostEngine:
         """
         self.settle()
         source = self.store.source(key)
-        try:
-            value = self.device.empty(source.shape, source.stride(), source.dtype)
-        except torch.OutOfMemoryError as error:
-            raise self._no_memory(key, source.nbytes) from error
+        value = self._memory_for(key, source)
         with torch.no_grad():
             return value.copy_(source)
 
@@ -372,6 +365,12 @@ class HostEngine:
             weakref.finalize(torch, _close, self.store, self.device, os.getpid())
         else:
             self._finalizer()
+
+    def _memory_for(self, key: str, source: torch.Tensor) -> torch.Tensor:
+        try:
+            return self.device.empty(source.shape, source.stride(), source.dtype)
+        except torch.OutOfMemoryError as error:
+            raise self._no_memory(key, source.nbytes) from error
 
     def _no_memory(self, key: str, nbytes: int) -> StoreError:
         free, total = self.device.memory()
