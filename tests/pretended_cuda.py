@@ -99,8 +99,9 @@ def _device_guard() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _triton_driver() -> Iterator[None]:
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime.driver import driver
+    # Not installed everywhere: users of this module skip without triton.
+    from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
+    from triton.runtime.driver import driver  # pyright: ignore[reportMissingImports]
 
     class Driver:
         utils = types.SimpleNamespace(
