@@ -10,6 +10,7 @@ from torch import nn
 
 from . import _sources
 from .errors import OffloadError
+from .named_tensors import NamedTensors
 from .passes.fetches import FetchSpec
 from .runtime.layout import check_storable
 from .runtime.parameter import OffloadedParameter
@@ -77,7 +78,8 @@ class Roots:
         return holder
 
     def tree(self) -> ModuleTree:
-        return ModuleTree.from_module(self.holder())
+        holder = self.holder()
+        return holder.tree if isinstance(holder, NamedTensors) else ModuleTree.from_module(holder)
 
     def slots(self) -> dict[str, Slot]:
         """Every parameter's place by its name, tied ones under each of their names."""
