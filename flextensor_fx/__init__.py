@@ -15,6 +15,7 @@ from .errors import (
 from .offloading import offload, release
 from .profile import Profile
 from .profiling import profile
+from .program import Program, rewrite
 from .report import Report, report
 from .selection import Selection, select
 
@@ -29,6 +30,7 @@ __all__ = [
     "PatternError",
     "Profile",
     "ProfileError",
+    "Program",
     "Report",
     "Selection",
     "SelectionError",
@@ -38,5 +40,6 @@ __all__ = [
     "profile",
     "release",
     "report",
+    "rewrite",
     "select",
 ]

@@ -19,9 +19,10 @@ class NamedTensors(nn.Module):
         parameters: by name.
         tree: what patterns are matched against.
         buffers: by name; they are never selected.
+        title: what the whole is called.
 
     Attributes:
-        tree: as given.
+        tree, title: as given.
     """
 
     def __init__(
@@ -29,9 +30,10 @@ class NamedTensors(nn.Module):
         parameters: Mapping[str, nn.Parameter],
         tree: ModuleTree,
         buffers: Mapping[str, torch.Tensor] | None = None,
+        title: str = "Mapping",
     ) -> None:
         super().__init__()
-        self.tree = tree
+        self.tree, self.title = tree, title
         for name, parameter in parameters.items():
             holder, last = self.place(name)
             holder._parameters[last] = parameter

@@ -56,7 +56,7 @@ def offload(model: Model, config: OffloadConfig | Mapping[str, Any]) -> Model:
     registry.sessions[root] = session
     try:
         session.commit(in_place=True)
-        _move_rest(root, session.tier.device)
+        move_rest(root, session.tier.device)
     except Exception:
         if (
             session.engine is None
@@ -66,7 +66,7 @@ def offload(model: Model, config: OffloadConfig | Mapping[str, Any]) -> Model:
     return model
 
 
-def _move_rest(root: nn.Module, device: torch.device) -> None:
+def move_rest(root: nn.Module, device: torch.device) -> None:
     """Moves the parameters and buffers that stay to the device that computes; the same objects, as `Module.to` does.
 
     What has no data yet stays where it is.
@@ -105,6 +105,9 @@ def release(model: Any) -> None:
 
 def find_sessions(value: Any) -> list[Session]:
     """The sessions of a module, a compiled module, or a compiled function."""
+    own = getattr(value, "session", None)
+    if isinstance(own, Session):
+        return [own] if own in registry.living_sessions() else []
     target = _frames.unwrap(value)
     bound_to = getattr(target, "__self__", None)
     roots = [root for root in (target, bound_to) if isinstance(root, nn.Module)]

@@ -460,6 +460,15 @@ class Session:
         self.engine = None
         engine.close()
 
+    def drop(self) -> None:
+        """Removes the store without bringing anything back: whoever held the weights is done. Calling it again does nothing."""
+        with self.lock:
+            engine, self.engine = self.engine, None
+            if engine is not None:
+                registry.unregister(engine)
+                engine.close()
+        registry.forget(self)
+
     def _bring_back(self, keys: Set[str], engine: Engine | HostEngine) -> None:
         """Puts plain parameters in the place of stand-ins, one at a time."""
         returned = ReturnedValues()
