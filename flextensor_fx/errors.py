@@ -43,5 +43,9 @@ class ProfileError(OffloadError):
     """A profile that cannot be read, written or used: damaged, or of another model or machine than asked for."""
 
 
+class ProgramError(OffloadError):
+    """A program file that cannot be written, read or used: damaged, altered, or of another release."""
+
+
 class StoreError(RuntimeError):
     """A weight could not be written to, or read from, its store."""
