@@ -43,5 +43,9 @@ class ProfileError(OffloadError):
     """A profile that cannot be read, written or used: damaged, or of another model or machine than asked for."""
 
 
+class LoadError(OffloadError):
+    """Weights that do not fit the model that they are loaded into, or that cannot be found."""
+
+
 class StoreError(RuntimeError):
     """A weight could not be written to, or read from, its store."""
