@@ -6,12 +6,15 @@ from .errors import (
     BudgetError,
     ConfigError,
     GradientError,
+    LoadError,
     OffloadError,
     PatternError,
     ProfileError,
     SelectionError,
     StoreError,
 )
+from .loading import load
+from .offloaded_dict import OffloadedDict
 from .offloading import offload, release
 from .profile import Profile
 from .profiling import profile
@@ -25,8 +28,10 @@ __all__ = [
     "BudgetError",
     "ConfigError",
     "GradientError",
+    "LoadError",
     "OffloadConfig",
     "OffloadError",
+    "OffloadedDict",
     "PatternError",
     "Profile",
     "ProfileError",
@@ -36,6 +41,7 @@ __all__ = [
     "SelectionError",
     "StoreError",
     "flextensor",
+    "load",
     "offload",
     "profile",
     "release",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 
 import torch
@@ -100,11 +100,14 @@ def _slots(root: nn.Module) -> Iterator[tuple[str, Slot]]:
                 yield (f"{path}.{name}" if path else name), Slot(module, name)
 
 
-def find_candidates(roots: Roots, selection: Selection, instance: str = "") -> tuple[Candidate, ...]:
+def find_candidates(
+    roots: Roots, selection: Selection, instance: str = "", filled: Set[str] = frozenset()
+) -> tuple[Candidate, ...]:
     """One candidate per selected weight, in the order of the model's parameters.
 
     Args:
         instance: of the engine that the model is offloaded with; stand-ins of any other engine stay as they are.
+        filled: names of parameters that are about to get a value; on the meta device they have none yet.
 
     Raises:
         OffloadError: the selected weights lie on several devices.
@@ -127,6 +130,7 @@ def find_candidates(roots: Roots, selection: Selection, instance: str = "") -> t
             if buffer is not None:  # a view of a weight that the model keeps would be cut off from it
                 _note_range(buffer, id(buffer), ranges)
     overlapping = _overlapping(ranges)
+    coming = {_sources.storage_key(by_name[name].parameter) for name in filled & by_name.keys()}
     found = []
     for name in sorted(selection.weights, key={name: place for place, name in enumerate(by_name)}.__getitem__):
         parameter = by_name[name].parameter
@@ -136,12 +140,16 @@ def find_candidates(roots: Roots, selection: Selection, instance: str = "") -> t
         if isinstance(parameter, OffloadedParameter):
             foreign = parameter.identity[1] != instance
             stays = "it is offloaded already, with another model" if foreign else None
+        elif identity in coming and parameter.is_meta:
+            stays = check_storable(parameter, filled=True)
+            if any(isinstance(slot.module, nn.RNNBase) for slot in by_tensor[identity]):
+                stays = "its module keeps a list of its weights of its own, which would go on holding empty ones"
         else:
             stays = check_storable(parameter)
         if stays is None and identity in overlapping:
             stays = "its memory overlaps another parameter's or a buffer's"
         found.append(Candidate(name, unit.path, tuple(by_tensor[identity]), stays))
-    devices = {candidate.parameter.device for candidate in found if candidate.stays is None}
+    devices = {c.parameter.device for c in found if c.stays is None and not c.parameter.is_meta}
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))
         raise OffloadError(

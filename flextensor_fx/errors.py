@@ -47,5 +47,9 @@ class ProgramError(OffloadError):
     """A program file that cannot be written, read or used: damaged, altered, or of another release."""
 
 
+class LoadError(OffloadError):
+    """Weights that do not fit the model that they are loaded into, or that cannot be found."""
+
+
 class StoreError(RuntimeError):
     """A weight could not be written to, or read from, its store."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from .passes.schedule import Schedule
@@ -38,9 +39,12 @@ class GraphRecord:
         """Most bytes of weights held together, what is fetched for the next call included."""
         return self.schedule.peak_bytes if self.steady is None else self.steady.peak_bytes
 
-    @property
-    def paged_peak(self) -> int:
-        """The same with every weight in whole pages, as the engine allots memory."""
+    def paged_peak(self, slab_bytes: Mapping[str, int]) -> int:
+        """The same with every weight in whole pages, as the engine allots memory.
+
+        Args:
+            slab_bytes: of weights, by key, that take more pages than their bytes, because they lie across pages in a file.
+        """
         made = self.schedule if self.steady is None else self.steady
-        rounded = tuple(replace(t, nbytes=-(-t.nbytes // _PAGE) * _PAGE) for t in made.transfers)
+        rounded = tuple(replace(t, nbytes=slab_bytes.get(t.key, -(-t.nbytes // _PAGE) * _PAGE)) for t in made.transfers)
         return replace(made, transfers=rounded).peak_bytes

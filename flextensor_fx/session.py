@@ -28,7 +28,7 @@ from .captured import CapturedGraph, Costs
 from .config import OffloadConfig
 from .device_memory import DeviceMemory
 from .device_rates import link_for
-from .errors import BudgetError, StoreError
+from .errors import BudgetError
 from .graph_record import GraphRecord
 from .packing import find_packs, places
 from .passes.fetches import Packed
@@ -61,6 +61,10 @@ AUTO = "auto"
 """The profile of a session that measures its first calls."""
 
 assert op_implementations  # importing it registers the ops
+
+
+Files = Callable[[Sequence[Candidate]], dict[str, tuple[str, str]]]
+"""The (file, name in it) of each weight that is in a file just as the store would have it, by name."""
 
 
 class Watcher(Protocol):
@@ -114,6 +118,7 @@ class Session:
     _originals: dict[str, TensorWeakRef] = field(default_factory=dict)
     _stays_by_graph: Mapping[str, str] = field(default_factory=dict)
     _signature: object = None
+    _filled: Set[str] = frozenset()
     _pool_floor: int = 0
     _page_pool: int = 0
     _packed: Mapping[str, Packed] = field(default_factory=dict)
@@ -131,6 +136,7 @@ class Session:
         streams_all: bool = False,
         *,
         moves: bool = False,
+        filled: Set[str] = frozenset(),
     ) -> Session:
         """Selects and plans; moves nothing.
 
@@ -140,6 +146,7 @@ class Session:
             stays: weights that cannot be offloaded for a reason that only the graph knows.
             streams_all: plans as if there were no budget, unless that would exceed the budget.
             moves: whether the model is about to be moved to the configured device.
+            filled: names of parameters that are about to get a value, see `fill`; they may be on the meta device.
 
         Raises:
             SelectionError, PatternError: nothing is selected, or a pattern is malformed.
@@ -154,7 +161,7 @@ class Session:
                 config, include_patterns=patterns[0], exclude_patterns=config.exclude_patterns or patterns[1]
             )
         selection = select(roots.tree(), config.include_patterns, config.exclude_patterns)
-        candidates = find_candidates(roots, selection)
+        candidates = find_candidates(roots, selection, filled=filled)
         tier = Tier(config, candidates, moves=moves)
         unit_of, nbytes, fixed = facts_of(candidates, {**stays, **tier.stays(candidates)})
         uid = registry.free_uid(fingerprint_of(roots, candidates))
@@ -162,14 +169,14 @@ class Session:
             check_profile(profile, str(config.profile), candidates, fixed, str(tier.device))
             costs = costs_of(profile)
         costs = completed(costs or Costs({}, (), link_for(config, tier.device)), nbytes)
-        memory = tier.memory(
-            candidates, costs.activation_bytes, bytes_elsewhere(roots, tier.device, nbytes.keys()) if moves else 0
-        )
+        coming = bytes_elsewhere(roots, tier.device, nbytes.keys(), bool(filled)) if moves else 0
+        memory = tier.memory(candidates, costs.activation_bytes, coming)
         plan = plan_weights(config, costs, nbytes, fixed, memory, 0, streams_all=streams_all)
         session = cls(uid, config, selection, nbytes, fixed, unit_of, costs, plan, tier, memory, streams_all)
         session._roots = {prefix: weakref.ref(module) for prefix, module in roots.modules.items()}
         session._stays_by_graph = dict(stays)
         session._signature = signature_of(roots)
+        session._filled = filled
         return session
 
     def refresh(self) -> None:
@@ -236,7 +243,8 @@ class Session:
         return key
 
     def candidates(self) -> tuple[Candidate, ...]:
-        return find_candidates(self.roots, self.selection, "" if self.engine is None else self.engine.instance)
+        instance = "" if self.engine is None else self.engine.instance
+        return find_candidates(self.roots, self.selection, instance, self._filled)
 
     def note_callable(self, value: Any) -> None:
         """Notes what the user compiled, so that a report can be asked for by it."""
@@ -347,7 +355,9 @@ class Session:
     def record(self, graph: GraphRecord) -> None:
         """Notes a compiled graph, and gives the engine memory for it, in whole pages."""
         self.graphs.append(graph)
-        self._page_pool = max(self._page_pool, self.pool, graph.paged_peak)
+        store = self.engine.store if isinstance(self.engine, Engine) else None
+        slab_bytes = {} if store is None else {key: store.slab_bytes(key) for key in store}
+        self._page_pool = max(self._page_pool, self.pool, graph.paged_peak(slab_bytes))
         if self.engine is not None:
             self.engine.set_pool(self._page_pool)
             self.engine.note_compilation()
@@ -371,7 +381,69 @@ class Session:
         if not pending:
             return []
         begin = time.perf_counter()
-        files = self._files_of(pending) if in_place and not self.tier.on_host else {}
+        unshared = [c for c in pending if not held_elsewhere(c)] if in_place and not self.tier.on_host else []
+        files = self.files_of(unshared)
+        engine, keys = self._make_room(pending, files)
+        pairs = [pair for c in pending for pair in self._move(c, keys[c.name], engine, c.name in files)]
+        engine.seal()
+        engine.setup_seconds += time.perf_counter() - begin
+        return pairs
+
+    def fill(self, write: Callable[[Candidate, str, Engine | HostEngine], None], files: Files) -> dict[str, str]:
+        """Writes what the plan streams to the store, and leaves the model as it is; `put_stand_ins` changes it.
+
+        Args:
+            write: writes the value of a weight, whatever is in the model, under a key.
+            files: finds the (file, name in it) that has a weight just as the store would, by the names of weights.
+
+        Returns:
+            The keys of the weights by name.
+
+        Raises:
+            StoreError: the disk is full or fails; what `write` raises. There is no store then, as before.
+        """
+        begin, pending = time.perf_counter(), self._pending()
+        if not pending:
+            return {}
+        places = {} if self.tier.on_host else files(pending)
+        engine, keys = self._make_room(pending, places)
+        try:
+            for candidate in pending:
+                if candidate.name not in places:
+                    write(candidate, keys[candidate.name], engine)
+            engine.seal()
+        except BaseException:
+            self.abandon()
+            raise
+        engine.setup_seconds += time.perf_counter() - begin
+        return keys
+
+    def put_stand_ins(self, keys: Mapping[str, str]) -> None:
+        """Has the model hold stand-ins of the weights that `fill` wrote; what it held goes on holding what it has."""
+        engine = self.engine
+        for candidate in self.candidates():
+            if candidate.name in keys:
+                assert engine is not None
+                self._put_stand_in(candidate, keys[candidate.name], engine)
+
+    def note_filled(self) -> None:
+        """The model has its values and is where it computes: a plan for what it is now is there."""
+        self._filled = frozenset()
+        self._signature = signature_of(self.roots)
+
+    def abandon(self) -> None:
+        """Removes the store of a session of which the model holds nothing (any more)."""
+        engine, self.engine = self.engine, None
+        for hook in self._hooked.values():
+            hook.remove()
+        if engine is not None:
+            registry.unregister(engine)
+            engine.close()
+
+    def _make_room(
+        self, pending: Sequence[Candidate], files: Mapping[str, tuple[str, str]]
+    ) -> tuple[Engine | HostEngine, dict[str, str]]:
+        """The engine, with room for what is not in `files`, and the keys by name."""
         keys = {c.name: self.key(c.name) for c in pending}  # as the graph has them: the store is still without them
         packs = self._packs(pending)
         packed = places(packs, self.tier.device)
@@ -382,7 +454,11 @@ class Session:
             engine = self.tier.open_engine(self.config, self.uid, max(self._page_pool, self.pool))
         try:
             add_weights(engine, new, packs)
-        except StoreError:
+            for path in sorted({path for path, _ in files.values()}):
+                entries = {keys[name]: entry for name, (file, entry) in files.items() if file == path}
+                assert isinstance(engine, Engine)
+                engine.store.attach(path, entries)
+        except BaseException:
             if self.engine is None:
                 engine.close()
             raise
@@ -390,14 +466,7 @@ class Session:
             self.engine = engine
             registry.register(engine)
         self._packed = {**self._packed, **packed}
-        for path in sorted({path for path, _ in files.values()}):
-            entries = {keys[name]: entry for name, (file, entry) in files.items() if file == path}
-            assert isinstance(engine, Engine)
-            engine.store.attach(path, entries)
-        pairs = [pair for c in pending for pair in self._move(c, keys[c.name], engine, c.name in files)]
-        engine.seal()
-        engine.setup_seconds += time.perf_counter() - begin
-        return pairs
+        return engine, keys
 
     def _pending(self) -> list[Candidate]:
         """What the plan streams and is still in memory."""
@@ -413,9 +482,9 @@ class Session:
         """The place in its pack of each weight that does not travel alone, or will not once it has moved; by its key."""
         return {**self._packed, **places(self._packs(self._pending()), self.tier.device)}
 
-    def _files_of(self, pending: Sequence[Candidate]) -> dict[str, tuple[str, str]]:
-        unshared = {c.name: c.parameter for c in pending if c.parameter.is_contiguous() and not held_elsewhere(c)}
-        return find_in_place(unshared)
+    def files_of(self, pending: Sequence[Candidate]) -> dict[str, tuple[str, str]]:
+        """The (file, name in it) of each weight that is an unchanged memory map of a safetensors file, by name."""
+        return find_in_place({c.name: c.parameter for c in pending if c.parameter.is_contiguous()})
 
     def _move(
         self, candidate: Candidate, key: str, engine: Engine | HostEngine, in_place: bool
@@ -423,20 +492,25 @@ class Session:
         olds = [slot.parameter for slot in candidate.slots]
         if not in_place:
             engine.write(key, olds[0].detach())
-        stand_in = OffloadedParameter.of(olds[0], key, engine, self.tier.device)
+        stand_in = self._put_stand_in(candidate, key, engine)
+        if not in_place:
+            alias = engine.host_value(key)
+            for old in olds:
+                # Whoever else holds the old parameter now holds the stored value: it stays right, and its memory is free.
+                old.data = alias
+        return [(old, stand_in) for old in olds]
+
+    def _put_stand_in(self, candidate: Candidate, key: str, engine: Engine | HostEngine) -> OffloadedParameter:
+        old = candidate.parameter
+        stand_in = OffloadedParameter.of(old, key, engine, self.tier.device)
         self._moved[candidate.name] = self._stand_ins[key] = stand_in
-        if is_plain(olds[0]):
-            self._originals[key] = TensorWeakRef(olds[0])
-        alias = None if in_place else engine.host_value(key)
-        for slot, old in zip(candidate.slots, olds, strict=True):
+        if is_plain(old) and not old.is_meta:
+            self._originals[key] = TensorWeakRef(old)
+        for slot in candidate.slots:
             slot.put(stand_in)
             if not engine.aliases and slot.module not in self._hooked:
                 self._hooked[slot.module] = slot.module.register_state_dict_post_hook(give_host_values)
-            if alias is None:
-                continue
-            # Whoever else holds the old parameter now holds the stored value: it stays right, and its memory is free.
-            old.data = alias
-        return [(old, stand_in) for old in olds]
+        return stand_in
 
     def close(self) -> None:
         """Brings the weights back as plain parameters, one at a time, and removes the store. Calling it again does nothing.

@@ -44,12 +44,17 @@ def facts_of(
     return unit_of, nbytes, fixed | {name: why for name, why in stays.items() if name in nbytes}
 
 
-def bytes_elsewhere(roots: Roots, device: torch.device, selected: Set[str]) -> int:
-    """Bytes of what is not selected and has yet to move to `device`: parameters, and buffers."""
+def bytes_elsewhere(roots: Roots, device: torch.device, selected: Set[str], filled: bool = False) -> int:
+    """Bytes of what is not selected and has yet to move to `device`: parameters, and buffers.
+
+    Args:
+        filled: whether what is on the meta device will get a value there.
+    """
+    there = (device.type,) if filled else (device.type, "meta")
     slots = {name: slot.parameter for name, slot in roots.slots().items()}
     chosen = {id(p) for name, p in slots.items() if name in selected}
     rest = [*slots.values(), *(b for module in roots.modules.values() for b in module.buffers())]
-    elsewhere = {id(t): t for t in rest if id(t) not in chosen and t.device.type not in (device.type, "meta")}
+    elsewhere = {id(t): t for t in rest if id(t) not in chosen and t.device.type not in there}
     return sum(bytes_of(t) for t in elsewhere.values())
 
 

@@ -19,6 +19,8 @@ from .runtime.layout import WeightSpec
 from .runtime.session_dir import SessionDir
 from .runtime.store import Store
 
+_META = torch.device("meta")
+
 
 class Tier:
     """Disk to RAM, or host memory to a device.
@@ -38,7 +40,7 @@ class Tier:
 
     def __init__(self, config: OffloadConfig, candidates: Sequence[Candidate], *, moves: bool = False) -> None:
         movable = [candidate for candidate in candidates if candidate.stays is None]
-        found = movable[0].parameter.device if movable else torch.device("cpu")
+        found = next((c.parameter.device for c in movable if not c.parameter.is_meta), torch.device("cpu"))
         wanted = found if config.device is None else torch.device(config.device)
         self.accelerator: Device = open_device(wanted)
         self.device = self.accelerator.device
@@ -58,7 +60,7 @@ class Tier:
             OffloadError: one is elsewhere.
         """
         for candidate in candidates:
-            if candidate.stays is None and candidate.parameter.device != self.device:
+            if candidate.stays is None and candidate.parameter.device not in (self.device, _META):
                 raise OffloadError(
                     f"offload: expected the weights on {self.device}, found {candidate.name} on {candidate.parameter.device}; "
                     "call flextensor_fx.offload(model, config) before compiling, which moves the model, or leave the option "

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -107,13 +106,24 @@ def lay_out(specs: Iterable[WeightSpec]) -> Container:
     return Container(header, entries, len(header) + position)
 
 
-def read_entries(path: str, fd: int, names: Mapping[str, str]) -> dict[str, Entry]:
+def read_names(path: str, fd: int) -> tuple[str, ...]:
+    """The names of all tensors in an open safetensors file, in the order of its header.
+
+    Raises:
+        StoreError: the file is no safetensors file.
+    """
+    table, _, _ = _read_header(path, fd, os.fstat(fd).st_size)
+    return tuple(name for name in table if not name.startswith(_PAD))
+
+
+def read_entries(path: str, fd: int, names: Mapping[str, str], *, empty: bool = False) -> dict[str, Entry]:
     """Find weights in an open safetensors file, ours or any other.
 
     Args:
         path: of the file, for messages.
         fd: open for reading.
         names: key -> name in the file.
+        empty: whether tensors without elements are accepted, which a store does not keep.
 
     Raises:
         StoreError: the file is no safetensors file, lacks a name or is shorter than its header says.
@@ -129,9 +139,14 @@ def read_entries(path: str, fd: int, names: Mapping[str, str]) -> dict[str, Entr
         try:
             begin, end = item["data_offsets"]
             spec = _spec(key, item, facts.get(name))
-        except (KeyError, TypeError, ValueError) as error:
+            numbers = [begin, end, *spec.shape, *spec.stride]
+            if any(type(number) is not int or number < 0 for number in numbers):
+                raise ValueError(f"expected whole numbers, found {str(item)[:100]}")
+            if spec.nbytes and physical_order(spec.shape, spec.stride) is None:
+                raise ValueError(f"its stride {spec.stride} for shape {spec.shape} overlaps itself or leaves gaps")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise StoreError(f"weight {key!r}: the entry {name!r} of {path} cannot be read: {error}") from error
-        if not 0 <= begin <= end or end - begin != spec.nbytes or spec.nbytes == 0:
+        if not begin <= end or end - begin != spec.nbytes or (spec.nbytes == 0 and not empty):
             raise StoreError(f"weight {spec}: {path} gives {name!r} bytes {begin}..{end}; expected {spec.nbytes} bytes")
         if start + end > size:
             raise StoreError(
@@ -149,7 +164,9 @@ def _read_header(path: str, fd: int, size: int) -> tuple[dict[str, Any], dict[st
     try:
         table = json.loads(os.pread(fd, length, 8))
         facts = json.loads(table.pop("__metadata__", {}).get(_OURS, "{}"))
-    except (ValueError, AttributeError) as error:
+        if not isinstance(facts, dict):
+            raise ValueError(f"{_OURS} metadata of type {type(facts).__name__}")
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise StoreError(f"{path}: expected a safetensors header, found {error}") from error
     return table, facts, 8 + length
 
@@ -158,11 +175,13 @@ def _spec(key: str, item: dict[str, Any], fact: dict[str, Any] | None) -> Weight
     if fact is not None:
         name = fact["dtype"]
         dtype = _RAW_NAMES.get(name) or getattr(torch, name)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"dtype {name} is not known")
         return WeightSpec(key, tuple(fact["shape"]), tuple(fact["stride"]), dtype)
     if item["dtype"] not in _DTYPES:
         raise ValueError(f"dtype {item['dtype']} is not known")
     shape = tuple(item["shape"])
-    if math.prod(shape) < 0:
+    if any(type(size) is not int or size < 0 for size in shape):
         raise ValueError(f"shape {shape}")
     return WeightSpec(key, shape, contiguous_stride(shape), _DTYPES[item["dtype"]])
 

@@ -234,9 +234,33 @@ class HostStore:
             raise StoreError(
                 f"weight {spec}: cannot be given a value of {tensor.dtype}{list(tensor.shape)}; convert it"
             )
+        self._write(key, lambda source: source.copy_(tensor.detach()))
+
+    def write_pieces(self, key: str, pieces: Iterable[torch.Tensor]) -> None:
+        """Write the value of one weight piece by piece, none of which is kept. No copy of the old one may be under way.
+
+        Args:
+            key: of a weight, row-major.
+            pieces: 1-d tensors, which make up the value one after another; converted to the weight's dtype.
+
+        Raises:
+            StoreError: the store has no such key.
+        """
+        self.spec(key)
+
+        def fill(source: torch.Tensor) -> None:
+            flat, done = source.view(-1), 0
+            for piece in pieces:
+                flat[done : done + piece.numel()].copy_(piece)
+                done += piece.numel()
+            assert done == flat.numel(), f"weight {key!r}: was given {done} elements"
+
+        self._write(key, fill)
+
+    def _write(self, key: str, fill: Callable[[torch.Tensor], object]) -> None:
         with self._lock, torch.no_grad():
             try:
-                self._sources[key].copy_(tensor.detach())
+                fill(self._sources[key])
             finally:
                 # Also after a failure: a copy that began before must count as old.
                 self._versions[key] += 1

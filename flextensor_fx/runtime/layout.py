@@ -108,15 +108,19 @@ def physical_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ..
     return order
 
 
-def check_storable(tensor: torch.Tensor) -> str | None:
-    """Why `tensor` cannot be kept in a store, as the end of a sentence; None if it can."""
+def check_storable(tensor: torch.Tensor, *, filled: bool = False) -> str | None:
+    """Why `tensor` cannot be kept in a store, as the end of a sentence; None if it can.
+
+    Args:
+        filled: whether it is about to get a value, so that it may be on the meta device.
+    """
     if type(tensor) not in (torch.Tensor, nn.Parameter):
         return f"it is a {type(tensor).__name__}, a tensor subclass whose parts a store does not know"
     if tensor.layout != torch.strided:
         return f"its layout is {str(tensor.layout).removeprefix('torch.')}, not strided"
     if tensor.is_quantized:
         return "it is quantized, and its scale is not part of its bytes"
-    if tensor.device.type == "meta":
+    if tensor.device.type == "meta" and not filled:
         return "it is on the meta device and has no data"
     if tensor.numel() == 0:
         return "it is empty"

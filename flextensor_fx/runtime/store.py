@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,8 +19,8 @@ from flextensor_fx.runtime.fileio import PositionalFile, ReadCount, ShortRead
 from flextensor_fx.runtime.layout import WeightSpec, byte_view, check_storable
 from flextensor_fx.runtime.session_dir import SessionDir
 
-# The least alignment that compiled kernels take for granted.
-_POINTER_ALIGN = 16
+# The least alignment that compiled kernels take for granted, and the one that torch gives tensors of its own.
+_POINTER_ALIGN, _BEST_ALIGN = 16, 64
 
 
 @dataclass(frozen=True)
@@ -31,14 +32,18 @@ class _Place:
     stamp: tuple[int, int] | None  # Size and mtime of the user's file when it was attached.
 
     @cached_property
+    def lead(self) -> int:
+        """Bytes between the start of a 4096-byte block and the weight in it."""
+        return self.offset % ALIGN
+
+    @cached_property
     def shift(self) -> int:
-        """Bytes between the start of a slab and the weight in it."""
-        shift = self.offset % ALIGN
-        return shift if shift % _POINTER_ALIGN == 0 else 0
+        """Bytes between the start of a slab and the weight in it; no more than `lead`."""
+        return self.lead if self.lead % _POINTER_ALIGN == 0 else self.lead // _BEST_ALIGN * _BEST_ALIGN
 
     @cached_property
     def slab_bytes(self) -> int:
-        return round_up(self.shift + self.spec.nbytes)
+        return round_up(self.lead + self.spec.nbytes)
 
 
 class Store:
@@ -97,9 +102,8 @@ class Store:
     def attach(self, path: str | os.PathLike[str], names: Mapping[str, str]) -> tuple[WeightSpec, ...]:
         """Serve weights in place from a safetensors file, which is never written to.
 
-        A weight whose offset in the file is a multiple of 16 is read directly, with the whole 4096-byte blocks around
-        it, and lies at an offset inside its slab. At any other offset its pointer would be misaligned for compiled kernels,
-        so it is read through the page cache to the start of its slab.
+        A weight is read directly, with the whole 4096-byte blocks around it, and lies at an offset inside its slab. Where that
+        is no multiple of 16, its pointer would be misaligned for compiled kernels, so it is moved down within the slab.
 
         Args:
             path: of the file.
@@ -169,16 +173,40 @@ class Store:
         tensor = tensor.detach()
         if tensor.stride() != spec.stride or check_storable(tensor) is not None:
             tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype).copy_(tensor)
+        self._write(key, (tensor,))
+
+    def write_pieces(self, key: str, pieces: Iterable[torch.Tensor]) -> None:
+        """Write the value of one weight piece by piece, none of which is kept.
+
+        Args:
+            key: of a weight of this store, row-major.
+            pieces: 1-d tensors in memory, which make up the value one after another; converted to the weight's dtype.
+
+        Raises:
+            StoreError: the disk failed. After a failed write, or an error of `pieces`, the weight has no value until a write
+                succeeds (an attached weight keeps the one in its file).
+        """
+        dtype = self._place(key).spec.dtype
+        self._write(key, (piece.to(dtype) for piece in pieces))
+
+    def _write(self, key: str, pieces: Iterable[torch.Tensor]) -> None:
+        place = self._place(key)
+        spec, done = place.spec, 0
         owned = place.writer == os.getpid()
         try:
             with self._locked():
                 target = place if owned else self._new_file((spec,))[key]
-                _write_bytes(target, tensor)
+                for piece in pieces:
+                    _write_bytes(target, piece, done)
+                    done += piece.nbytes
+                assert done == spec.nbytes, f"weight {spec}: was given {done} bytes"
                 self._places[key] = target
                 self._damaged.discard(key)
-        except OSError as error:
+        except BaseException as error:
             if owned:
                 self._damaged.add(key)
+            if not isinstance(error, OSError):
+                raise
             raise StoreError(
                 f"weight {spec}: writing it to {self.path} failed: {error.strerror}; "
                 f"{self._free()} bytes are free there; set store_dir to a disk with more room"
@@ -209,9 +237,20 @@ class Store:
             StoreError: the weight cannot be read in full.
         """
         place = self._place(key)
-        shift = place.shift
-        view = slab.data[: place.slab_bytes]
-        return shift, self._read(place, view, place.offset - shift, shift + place.spec.nbytes)
+        nbytes, lead, shift = place.spec.nbytes, place.lead, place.shift
+        if lead != shift:
+            found = self.read_cached_slab(key, slab)
+            if found is not None:
+                return found
+            if not place.file.direct:
+                return shift, self._read(place, slab.data[shift : shift + nbytes], place.offset, nbytes)
+        count = self._read(place, slab.data[: place.slab_bytes], place.offset - lead, lead + nbytes)
+        if lead != shift:
+            begin = slab.__array_interface__["data"][0]
+            ctypes.memmove(
+                begin + shift, begin + lead, nbytes
+            )  # without the GIL, and without the copy that numpy makes
+        return shift, count
 
     def read_cached_slab(self, key: str, slab: np.ndarray) -> tuple[int, ReadCount] | None:
         """As `read_slab`, if the page cache has all of the weight; else None, as quickly as that can be said.
@@ -354,9 +393,10 @@ def _stamp(file: PositionalFile) -> tuple[int, int]:
     return info.st_size, info.st_mtime_ns
 
 
-def _write_bytes(place: _Place, tensor: torch.Tensor) -> None:
+def _write_bytes(place: _Place, tensor: torch.Tensor, done: int = 0) -> None:
+    """Writes a tensor that is a weight, or the part of it that begins at byte `done`."""
     data = byte_view(tensor)
     step = data.numel() if data.device.type == "cpu" else 64 << 20
     for start in range(0, data.numel(), step):
         piece = data[start : start + step].cpu()
-        place.file.write(piece.numpy().data, place.offset + start)
+        place.file.write(piece.numpy().data, place.offset + done + start)
