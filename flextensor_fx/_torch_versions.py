@@ -76,8 +76,9 @@ def graph_to_json(program: ExportedProgram) -> bytes:
     """
     from torch._export.serde.serialize import serialize
 
-    parts = {"serialize_state_dict": False, "serialize_constants": False, "serialize_example_inputs": False}
-    data = serialize(program, **parts).exported_program
+    data = serialize(
+        program, serialize_state_dict=False, serialize_constants=False, serialize_example_inputs=False
+    ).exported_program
     assert isinstance(data, bytes)
     return data
 

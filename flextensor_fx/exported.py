@@ -134,6 +134,7 @@ def hold(program: ExportedProgram) -> NamedTensors:
     named: dict[str, Any] = {**program.state_dict, **program.constants}
     parameters: dict[str, nn.Parameter] = {}
     buffers: dict[str, Tensor] = {}
+    passing: list[str] = []
     known: dict[object, nn.Parameter] = {}
     for spec in signature.input_specs:
         if spec.kind not in _TENSORS or not isinstance(spec.target, str):
@@ -147,6 +148,10 @@ def hold(program: ExportedProgram) -> NamedTensors:
             parameters[name] = known[key]
         else:
             buffers[name] = value.detach()
+            passing += [] if spec.kind is InputKind.BUFFER and spec.persistent else [name]
     tree = ModuleTree.from_exported(program)
     title = next((entry.class_name for entry in tree.modules if not entry.path), "").rpartition(".")[2]
-    return NamedTensors(parameters, tree, buffers, title or "Program")
+    holder = NamedTensors(parameters, tree, buffers, title or "Program")
+    for module, name in map(holder.place, passing):
+        module._non_persistent_buffers_set.add(name)
+    return holder

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,20 +17,18 @@ from torch.utils import _pytree as pytree
 
 from ._sources import storage_key, strip_wrappers
 from .backend import flextensor
-from .candidates import Roots
-from .captured import captured_costs
+from .checkpoint import Checkpoint, Weights, open_checkpoint
 from .compilation import Compilation, Weight
 from .config import OffloadConfig
-from .device_rates import link_for, rates_of
-from .errors import ConfigError, OffloadError
-from .exported import FlatProgram, check_program, flatten, hold
-from .mutations import mutated_placeholders
+from .errors import ConfigError, LoadError, ProgramError
+from .exported import FlatProgram
+from .loading import Bar, Filling
+from .matching import match
 from .named_tensors import NamedTensors
-from .offloading import move_rest
-from .passes.retarget import retarget
-from .runtime import registry
+from .program_file import ProgramRecord, SavedCosts, portable, saved_tensor, write_program
+from .runtime.layout import check_storable
 from .runtime.parameter import OffloadedParameter
-from .session import AUTO, Session
+from .session import Session
 
 
 class Program:
@@ -54,9 +54,11 @@ class Program:
         self._holder = holder
         self._config = config
         self.session = session
+        self.has_values = not any(tensor.is_meta for tensor in (*holder.parameters(), *holder.buffers()))
         self._slots = [holder.place(strip_wrappers(target)) for target in flat.targets]
         with torch.no_grad():
             self._run, self.graph_module = self._interpreted()
+        self.record = session.graphs[-1] if session.graphs else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the rewritten graph node by node; what the program returned, equal bit for bit.
@@ -66,7 +68,7 @@ class Program:
             GradientError: one of them requires a gradient.
             StoreError: a weight cannot be read, or the program has been closed.
         """
-        leaves = self._flat.inputs.flatten(args, kwargs)
+        leaves = self._leaves(args, kwargs)
         with torch.no_grad():
             return self._result(self._run(*self._tensors(), *leaves))
 
@@ -80,12 +82,52 @@ class Program:
         Raises:
             ConfigError: an option that would change the plan.
         """
-        if wrong := sorted(options.keys() - _COMPILING):
+        if wrong := sorted(options.keys() - COMPILING):
             raise ConfigError(
-                f"compile: expected options among {', '.join(sorted(_COMPILING))}, found {wrong[0]!r}; what shapes the plan is "
+                f"compile: expected options among {', '.join(sorted(COMPILING))}, found {wrong[0]!r}; what shapes the plan is "
                 "given to flextensor_fx.rewrite"
             )
         return CompiledProgram(self, replace(self._config, **options))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the program to one file, with its plan and the values that its weights have now; `load_program` reads it.
+
+        The file is a safetensors file, in which every weight lies so that the program streams it from there.
+
+        Raises:
+            ProgramError: something in it has no form in a file, or the program has no values yet.
+            StoreError: the file cannot be written, or a weight not be read.
+        """
+        file = Path(path)
+        if not file.parent.is_dir() or file.is_dir():
+            raise ProgramError(f"save: expected a file name in a directory that exists, found {str(path)!r}")
+        entries: dict[object, str] = {}
+        tensors: dict[str, Tensor] = {}
+        saved = []
+        kinds = {str(spec.target): spec.kind.name.lower() for spec in self._exported.graph_signature.input_specs}
+        for target, tensor in zip(self._flat.targets, self._tensors(), strict=True):
+            if tensor.is_meta:
+                raise ProgramError(
+                    f"save: tensor {target!r} has no value yet; call flextensor_fx.load(program, files) first"
+                )
+            entry = entries.setdefault(storage_key(tensor), target) if tensor.numel() else ""
+            if entry == target:
+                tensors[entry] = _dense(tensor)
+            saved.append(saved_tensor(target, kinds[target], entry, tensors.get(entry, tensor)))
+        session = self.session
+        record = ProgramRecord(
+            str(torch.__version__),
+            session.uid,
+            portable(self._config),
+            session.plan,
+            SavedCosts.of(session.costs),
+            session.stays,
+            self.record,
+            session.packs_small,
+            tuple(saved),
+            {},
+        )
+        write_program(file, self._exported, record, tensors)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The tensors of the program by name, those that are streamed too."""
@@ -105,7 +147,60 @@ class Program:
         return self._config
 
     def _tensors(self) -> list[Tensor]:
-        return [_held(module, name) for module, name in self._slots]
+        return [held(module, name) for module, name in self._slots]
+
+    def _leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        if not self.has_values:
+            raise ProgramError(
+                f"program {self.session.uid}: expected weights with values, found those of an export on the meta device; call "
+                "flextensor_fx.load(program, files)"
+            )
+        return self._flat.inputs.flatten(args, kwargs)
+
+    def fill(
+        self,
+        weights: Weights,
+        buffers: Mapping[str, Tensor] | None = None,
+        *,
+        strict: bool = True,
+        progress: bool = True,
+    ) -> Program:
+        """Gives the weights of a program that was exported on the meta device their values; see `flextensor_fx.load`.
+
+        Args:
+            weights: as `load` takes them.
+            buffers: values of buffers and constants that are in no state dict, by name.
+
+        Raises:
+            LoadError: weights and program do not fit, or a buffer has no value.
+            StoreError: a file cannot be read, or the store not written.
+        """
+        if self.has_values:
+            raise ProgramError(
+                f"program {self.session.uid}: expected one that was exported on the meta device, found one with values"
+            )
+        with Bar(progress) as bar:
+            self.fill_from(open_checkpoint(weights, bar.update), buffers or {}, strict=strict, bar=bar)
+        return self
+
+    def fill_from(
+        self, checkpoint: Checkpoint, buffers: Mapping[str, Tensor], *, strict: bool, bar: Bar | None = None
+    ) -> None:
+        with contextlib.closing(checkpoint):
+            matching = match(self._holder, checkpoint)
+            matching = replace(matching, missing=tuple(n for n in matching.missing if self._holder.tensor(n).numel()))
+            matching.refuse(self.session.uid, strict)
+            if lacking := [place.name for place in matching.unfilled if place.name not in buffers]:
+                raise LoadError(
+                    f"program {self.session.uid}: expected values of {', '.join(lacking[:5])}, which are in no state dict; call "
+                    "program.fill(weights, buffers={name: tensor})"
+                )
+            values = {place: buffers[place.name] for place in matching.unfilled}
+            filling = Filling(self._holder, checkpoint, matching, values, self.session, self.session.tier.device)
+            if bar is not None:
+                bar.total = filling.nbytes
+            filling.run()
+        self.has_values = True
 
     def _result(self, outputs: Any) -> Any:
         flat = self._flat
@@ -120,7 +215,7 @@ class Program:
         return run, compilation.captured
 
 
-_COMPILING = frozenset(("inner_backend", "inner_mode", "inner_options", "dump_dir"))
+COMPILING = frozenset(("inner_backend", "inner_mode", "inner_options", "dump_dir"))
 
 
 class CompiledProgram:
@@ -130,16 +225,16 @@ class CompiledProgram:
         self._program = program
         self.session = program.session
         shell = _Shell(program)
-        options = {name: getattr(config, name) for name in _COMPILING}
+        options = {name: getattr(config, name) for name in COMPILING}
 
         self._compiled = torch.compile(shell, backend=flextensor, fullgraph=True, options=options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the program's."""
-        inputs = self._program._flat.inputs
-        leaves = inputs.with_free_sizes(inputs.flatten(args, kwargs))
+        program = self._program
+        leaves = program._flat.inputs.with_free_sizes(program._leaves(args, kwargs))
         with torch.no_grad():
-            return self._program._result(self._compiled(*leaves))
+            return program._result(self._compiled(*leaves))
 
 
 class _Shell(nn.Module):
@@ -155,121 +250,21 @@ class _Shell(nn.Module):
         return self.graph(*[held[name] for held, name in self._slots], *leaves)
 
 
-def rewrite(program: ExportedProgram, config: OffloadConfig | Mapping[str, Any]) -> Program:
-    """Rewrites an exported program so that the weights its patterns select are streamed under a byte budget.
-
-    The program and the model that it was exported from stay as they are; the result has tensors of its own.
-
-    Args:
-        program: from `torch.export.export`, strict or not, with dynamic shapes or without; on the CPU, or on the device that
-            `config` names.
-        config: an `OffloadConfig`, or a mapping of its fields. With `device` the graph is moved there.
-
-    Raises:
-        OffloadError: (one of its kinds) the program, the configuration, the patterns or the budget cannot work; nothing has been
-            moved then.
-        StoreError: the store cannot be written.
-    """
-    if isinstance(program, Program):
-        raise OffloadError(
-            "rewrite: expected what torch.export.export returns, found a program that is rewritten already; rewrite the exported "
-            "program again for another configuration"
-        )
-    exported = check_program(program, "rewrite")
-    config = OffloadConfig.resolve(config)
-    if config.profile == AUTO:
-        raise ConfigError(
-            "rewrite: option 'profile': expected a file or None, found 'auto', which measures calls of a compiled model; make a "
-            "profile by flextensor_fx.profile(model, args, config) and save it"
-        )
-    if not config.enabled:
-        config = replace(config, budget="100%", enabled=True)  # every weight fits, so none is streamed
-    holder = hold(exported)
-    flat, config = _moved(flatten(exported), holder, config)
-    session = _open(flat, holder, config)
-    registry.sessions[holder] = session
-    made = Program(_without_values(exported), flat, holder, session, config)
-    session.commit(in_place=True)
-    move_rest(holder, session.tier.device)
-    _own(holder)
-    return made
-
-
-def _moved(flat: FlatProgram, holder: NamedTensors, config: OffloadConfig) -> tuple[FlatProgram, OffloadConfig]:
-    """The graph on the device that computes, and the configuration with that device."""
-    tensors = [*holder.parameters(), *holder.buffers()]
-    devices = {tensor.device for tensor in tensors} | {leaf.device for leaf in flat.inputs.leaves if leaf.device}
-    if len({(device.type, device.index or 0) for device in devices}) > 1:
-        raise OffloadError(
-            f"rewrite: expected a program on one device, found {', '.join(sorted(map(str, devices)))}; move the model and its "
-            "example arguments to one device, then export"
-        )
-    source = next(iter(devices), torch.device("cpu"))
-    if config.device is not None:
-        target = torch.device(config.device)
-    else:
-        target = torch.device("cpu") if source.type == "meta" else source
-    retarget(flat.module.graph, source, target)
-    flat.module.recompile()
-    given = flat.module.graph.find_nodes(op="placeholder")[len(flat.targets) :]
-    written = mutated_placeholders(flat.module.graph, given)
-    inputs = flat.inputs.moved(target, [node in written for node in given])
-    return replace(flat, inputs=inputs), replace(config, device=target)
-
-
-def _open(flat: FlatProgram, holder: NamedTensors, config: OffloadConfig) -> Session:
-    roots = Roots({"": holder})
-    names: dict[int, list[str]] = {}
-    for name, slot in roots.slots().items():
-        names.setdefault(id(slot.parameter), []).append(name)
-    values = {node: _held(*holder.place(strip_wrappers(target))) for target, node in flat.placeholders.items()}
-    named = {node: names[id(value)] for node, value in values.items() if id(value) in names}
-    graph = flat.module.graph
-    stays = {
-        name: "the graph changes it in place" for node in mutated_placeholders(graph, named) for name in named[node]
-    }
-    device = torch.device(config.device or "cpu")
-    with torch.no_grad():
-        costs = captured_costs(graph, named, values, link_for(config, device), rates_of(device))
-    return Session.open(roots, config, costs, stays, moves=True)
-
-
 def _weights(flat: FlatProgram, holder: NamedTensors, session: Session) -> dict[Any, Weight]:
     slots = session.roots.slots()
     selected = {id(slots[name].parameter): name for name in session.nbytes}
-    values = {node: _held(*holder.place(strip_wrappers(target))) for target, node in flat.placeholders.items()}
+    values = {node: held(*holder.place(strip_wrappers(target))) for target, node in flat.placeholders.items()}
     return {
         node: Weight(value, session, selected[id(value)]) for node, value in values.items() if id(value) in selected
     }
 
 
-def _held(module: nn.Module, name: str) -> Any:
+def held(module: nn.Module, name: str) -> Any:
     return module._parameters[name] if name in module._parameters else module._buffers[name]
 
 
-def _without_values(program: ExportedProgram) -> ExportedProgram:
-    """The graph of a program and all that describes it; its tensors would stay in memory for as long as this does."""
-    light = copy.copy(program)
-    light._state_dict = {name: value.to("meta") for name, value in program.state_dict.items()}
-    constants = {name: value for name, value in program.constants.items() if isinstance(value, Tensor)}
-    light._constants = {name: value.to("meta") for name, value in constants.items()}
-    return light
-
-
-def _own(holder: NamedTensors) -> None:
-    """Gives what stays memory of its own: the source may go on being trained, or be called and change its buffers."""
-    copies: dict[object, Tensor] = {}
-
-    def own(tensor: Tensor) -> Tensor:
-        key = storage_key(tensor)
-        if key not in copies:
-            copies[key] = tensor.detach().clone()
-        return copies[key]
-
-    for module in holder.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None and not isinstance(parameter, OffloadedParameter):
-                parameter.data = own(parameter)
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = own(buffer)
+def _dense(tensor: Tensor) -> Tensor:
+    """A tensor whose bytes are its elements: an expanded buffer, or a lazily conjugated one, as a file has it."""
+    if isinstance(tensor, OffloadedParameter) or check_storable(tensor) is None:
+        return tensor
+    return tensor.detach().resolve_conj().resolve_neg().contiguous() if type(tensor) is Tensor else tensor

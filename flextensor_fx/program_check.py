@@ -1,9 +1,9 @@
 """Sees that a saved graph can only be a graph, before torch is given it.
 
-A torch.export graph is JSON, but what torch makes of some of its texts runs code: expressions go to sympy's parser, guards to exec,
-targets are looked up by attribute from the torch module, containers name modules to import, and names stand in generated Python.
-Here every text has a rule, by the class and field that it stands in; one without a rule is refused, so that what another release of
-torch adds is not trusted unseen.
+A torch.export graph is JSON, but what torch makes of some of its texts runs code: expressions go to sympy's parser, guards to
+exec, targets are looked up by attribute from the torch module, containers name modules to import, and names stand in generated
+Python. Here every text has a rule, by the class and field that it stands in; one without a rule is refused, so that what another
+release of torch adds is not trusted unseen.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _SYM = frozenset(
     "sym_float sym_int sym_ite sym_max sym_min sym_not sym_sum sym_fresh_size sym_sqrt _sym_sqrt _sym_log2".split()
 )
 _FUNCTIONS = frozenset(
-    "Symbol Integer Float Rational Add Mul Pow Mod Max Min Abs floor ceiling sign Eq Ne Lt Le Gt Ge Equality Unequality StrictLessThan "
-    "LessThan StrictGreaterThan GreaterThan And Or Not Piecewise ExprCondPair Tuple FloorDiv ModularIndexing Where PythonMod "
-    "CleanDiv CeilToInt FloorToInt CeilDiv LShift RShift PowByNatural FloatPow FloatTrueDiv IntTrueDiv TruncToFloat TruncToInt RoundToInt "
-    "RoundDecimal ToFloat Identity".split()
+    "Symbol Integer Float Rational Add Mul Pow Mod Max Min Abs floor ceiling sign Eq Ne Lt Le Gt Ge Equality Unequality "
+    "StrictLessThan LessThan StrictGreaterThan GreaterThan And Or Not Piecewise ExprCondPair Tuple FloorDiv ModularIndexing "
+    "Where PythonMod CleanDiv CeilToInt FloorToInt CeilDiv LShift RShift PowByNatural FloatPow FloatTrueDiv IntTrueDiv "
+    "TruncToFloat TruncToInt RoundToInt RoundDecimal ToFloat Identity".split()
 )
 _CONSTANTS = frozenset("true false oo nan True False None Half Zero One NegativeOne".split())
 _ASSUMPTIONS = frozenset("positive integer nonnegative real negative zero finite rational precision dps".split())
@@ -73,7 +73,9 @@ def checked_graph(program: Any, namespaces: Collection[str] = ()) -> Any:
     try:
         _Check(frozenset(namespaces)).visit(program, "")
     except RecursionError:
-        raise ProgramError("the graph: expected what torch.export writes, found one that is nested too deeply") from None
+        raise ProgramError(
+            "the graph: expected what torch.export writes, found one that is nested too deeply"
+        ) from None
     return program
 
 
@@ -99,8 +101,8 @@ class _Check:
             rule = self._rules.get(place)
             if rule is None:
                 raise ProgramError(
-                    f"the graph: {place}: expected a graph as torch {torch.__version__} writes it, found {value[:40]!r} where no text is "
-                    "known; read it with the release that wrote it"
+                    f"the graph: {place}: expected a graph as torch {torch.__version__} writes it, found {value[:40]!r} "
+                    "where no text is known; read it with the release that wrote it"
                 )
             rule(value)
         elif isinstance(value, dict):
@@ -145,8 +147,8 @@ class _Check:
             _, namespace, name, overload = rest
             if namespace not in self._namespaces:
                 raise ProgramError(
-                    f"the graph: expected operators of {', '.join(sorted(self._namespaces))}, found {namespace}::{name}; if you trust the "
-                    f"file, import what defines it and pass namespaces=[{namespace!r}]"
+                    f"the graph: expected operators of {', '.join(sorted(self._namespaces))}, found {namespace}::{name}; if you "
+                    f"trust the file, import what defines it and pass namespaces=[{namespace!r}]"
                 )
             packet = getattr(getattr(torch.ops, namespace), name, None)
             found = getattr(packet, overload, None)
@@ -174,7 +176,9 @@ _CLASSES_REFUSED = frozenset(("CustomObjArgument", "InputToCustomObjSpec"))
 
 
 def _refused(expected: str, found: str) -> ProgramError:
-    return ProgramError(f"the graph: expected {expected}, found {found[:80]!r}; the file is damaged, or was made to do harm")
+    return ProgramError(
+        f"the graph: expected {expected}, found {found[:80]!r}; the file is damaged, or was made to do harm"
+    )
 
 
 def _any(text: str) -> None:
@@ -258,7 +262,9 @@ def _check_power(call: ast.Call, text: str) -> None:
     exponent = call.args[-1] if len(call.args) == 2 else None
     if isinstance(exponent, ast.Call) and isinstance(exponent.func, ast.Name) and exponent.func.id == "Integer":
         exponent = exponent.args[0] if len(exponent.args) == 1 else None
-    if isinstance(exponent, ast.Name) or (isinstance(exponent, ast.Call) and getattr(exponent.func, "id", "") == "Symbol"):
+    if isinstance(exponent, ast.Name) or (
+        isinstance(exponent, ast.Call) and getattr(exponent.func, "id", "") == "Symbol"
+    ):
         return  # of a size: what it comes to is not worked out
     if exponent is None or abs(_number(exponent)) > _GREATEST_POWER:
         raise _refused(f"a power of at most {_GREATEST_POWER}", text)
@@ -357,7 +363,9 @@ def _known_containers(text: str) -> str:
             raise ValueError(f"protocol {protocol!r}")
         return json.dumps([protocol, _known_container(tree)])
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ProgramError(f"the graph: expected the structure of arguments, found {str(text)[:60]!r}: {error}") from None
+        raise ProgramError(
+            f"the graph: expected the structure of arguments, found {str(text)[:60]!r}: {error}"
+        ) from None
 
 
 def _known_container(tree: Any) -> Any:
