@@ -163,7 +163,7 @@ def write_program(path: Path, exported: ExportedProgram, record: ProgramRecord, 
         raise ProgramError(f"{path}: the graph cannot be saved: {type(error).__name__}: {error}") from error
     specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
     blank = dict.fromkeys([*tensors, _GRAPH], "0" * 64)
-    size = len(_text(record, blank))
+    size = len(_FORM.to_text(replace(record, digests=blank)).encode())
     texts = [WeightSpec(name, (n,), (1,), torch.uint8) for name, n in ((_GRAPH, len(graph)), (_RECORD, size))]
     container = lay_out([*specs, *texts], {_DIGEST: "0" * 64})
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -175,13 +175,15 @@ def write_program(path: Path, exported: ExportedProgram, record: ProgramRecord, 
             for name, tensor in tensors.items():
                 digests[name] = _write(file, container.entries[name], _bytes_of(tensor))
             digests[_GRAPH] = _write(file, container.entries[_GRAPH], memoryview(graph))
-            final = _text(record, digests)
+            record = replace(record, digests=digests)
+            final = _FORM.to_text(record).encode()
             digest = _write(file, container.entries[_RECORD], memoryview(final))
             file.write(memoryview(lay_out([*specs, *texts], {_DIGEST: digest}).header), 0)
             os.fsync(file.fd)
         finally:
             file.close()
         os.replace(partial, path)
+        return record.fingerprint
     except OSError as error:
         raise StoreError(
             f"{path}: {container.nbytes} bytes could not be written: {error.strerror}; save to a disk with more room"
@@ -206,10 +208,6 @@ def saved_tensor(name: str, kind: str, entry: str, tensor: Tensor) -> SavedTenso
 def portable(config: OffloadConfig) -> str:
     """A configuration without what speaks of this machine."""
     return json.dumps({name: value for name, value in config.asdict().items() if name not in _ELSEWHERE})
-
-
-def _text(record: ProgramRecord, digests: Mapping[str, str]) -> bytes:
-    return _FORM.to_text(replace(record, digests=dict(digests))).encode()
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
