@@ -28,7 +28,7 @@ from torch._inductor import metrics
 from torch._inductor.utils import fresh_cache
 
 import flextensor_fx
-import flextensor_fx.backend
+import flextensor_fx.compilation
 import flextensor_fx.tiers
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))  # for the modelled device
@@ -127,9 +127,9 @@ def first_call(layers: int, backend: Any, chosen: dict[str, Any] | None) -> dict
 
         return run
 
-    inner = timed("inner", flextensor_fx.backend.compile_inner)
+    inner = timed("inner", flextensor_fx.compilation.compile_inner)
     used = backend if isinstance(backend, str) else timed("backend", backend)
-    with fresh_cache(), mock.patch.object(flextensor_fx.backend, "compile_inner", inner):
+    with fresh_cache(), mock.patch.object(flextensor_fx.compilation, "compile_inner", inner):
         metrics.reset()
         call = torch.compile(model, backend=used, fullgraph=True, options=chosen)
         begin = time.perf_counter()

@@ -10,6 +10,7 @@ from .errors import (
     OffloadError,
     PatternError,
     ProfileError,
+    ProgramError,
     SelectionError,
     StoreError,
 )
@@ -18,7 +19,9 @@ from .offloaded_dict import OffloadedDict
 from .offloading import offload, release
 from .profile import Profile
 from .profiling import profile
+from .program import Program
 from .report import Report, report
+from .rewriting import load_program, rewrite
 from .selection import Selection, select
 
 __version__ = "0.1.0"
@@ -34,15 +37,19 @@ __all__ = [
     "PatternError",
     "Profile",
     "ProfileError",
+    "Program",
+    "ProgramError",
     "Report",
     "Selection",
     "SelectionError",
     "StoreError",
     "flextensor",
     "load",
+    "load_program",
     "offload",
     "profile",
     "release",
     "report",
+    "rewrite",
     "select",
 ]

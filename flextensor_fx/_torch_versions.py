@@ -25,6 +25,7 @@ import torch._dynamo
 from torch import fx
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.exc import BackendCompilerFailed
+from torch.export import ExportedProgram
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
@@ -67,6 +68,41 @@ def source_name(source: Any) -> str:
     return str(source.name)
 
 
+def graph_to_json(program: ExportedProgram) -> bytes:
+    """The graph of an exported program and all that describes it, without a value of any tensor.
+
+    Raises:
+        Exception: torch has no form for something in it.
+    """
+    from torch._export.serde.serialize import serialize
+
+    data = serialize(
+        program, serialize_state_dict=False, serialize_constants=False, serialize_example_inputs=False
+    ).exported_program
+    assert isinstance(data, bytes)
+    return data
+
+
+def graph_from_json(
+    data: bytes, check: Callable[[Any], Any], tensors: Callable[[Any], tuple[dict[str, Any], dict[str, Any]]]
+) -> ExportedProgram:
+    """What `graph_to_json` was given.
+
+    Args:
+        check: sees the parsed schema before anything is made of its texts.
+        tensors: gives state dict and constants for the schema's signature, on the meta device.
+
+    Raises:
+        Exception: the data is damaged, or of a schema that this torch does not read.
+    """
+    from torch._export.serde import schema
+    from torch._export.serde.serialize import ExportedProgramDeserializer, _bytes_to_dataclass
+
+    program = check(_bytes_to_dataclass(schema.ExportedProgram, data))
+    state, constants = tensors(program.graph_module.signature)
+    return ExportedProgramDeserializer().deserialize(program, state, constants)
+
+
 def recompile_limit() -> int:
     """How many graphs Dynamo makes of one code object before it gives up."""
     return torch._dynamo.config.recompile_limit
@@ -92,6 +128,8 @@ __all__ = [
     "BackendCompilerFailed",
     "compile_lock",
     "copy_source",
+    "graph_from_json",
+    "graph_to_json",
     "is_compile_wrapper",
     "profiler_enabled",
     "recompile_limit",

@@ -81,6 +81,13 @@ class Roots:
         holder = self.holder()
         return holder.tree if isinstance(holder, NamedTensors) else ModuleTree.from_module(holder)
 
+    @property
+    def title(self) -> str:
+        """What the modules are called together: the names of their classes."""
+        return "-".join(
+            root.title if isinstance(root, NamedTensors) else type(root).__name__ for root in self.modules.values()
+        )
+
     def slots(self) -> dict[str, Slot]:
         """Every parameter's place by its name, tied ones under each of their names."""
         return dict(_slots(self.holder()))

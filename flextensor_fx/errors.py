@@ -43,6 +43,10 @@ class ProfileError(OffloadError):
     """A profile that cannot be read, written or used: damaged, or of another model or machine than asked for."""
 
 
+class ProgramError(OffloadError):
+    """A program file that cannot be written, read or used: damaged, altered, or of another release."""
+
+
 class LoadError(OffloadError):
     """Weights that do not fit the model that they are loaded into, or that cannot be found."""
 

@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from .link_curve import kept_link
 from .passes.aliasing import may_alias
 from .passes.collect_uses import Uses
-from .passes.metadata import hint_of, is_tensor, value_of
+from .passes.metadata import function_name, hint_of, is_tensor, value_of
 from .simulate import Link
 
 _SIDE = 512
@@ -85,7 +85,7 @@ def _work_ms(node: Node, rates: Rates) -> float:
     """Estimated ms of a node that reads no weight."""
     if may_alias(node) or not is_tensor(node):
         return 0.0
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = function_name(node)
     elements, _ = _output_of(node)
     inputs = (*node.args, *node.kwargs.values())  # one may come twice
     given = [value for value in inputs if isinstance(value, Node) and is_tensor(value)]
@@ -104,7 +104,7 @@ def _timed(call: Any) -> float:
 
 
 def _multiplies(node: Node) -> bool:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = function_name(node)
     return "embedding" not in str(name)
 
 

@@ -105,13 +105,19 @@ def load(
     if root in registry.sessions:
         raise OffloadError(f"load: {type(root).__name__} is offloaded already; call flextensor_fx.release(model) first")
     with ExitStack() as stack:
-        bar = stack.enter_context(_Bar(progress))
+        bar = stack.enter_context(Bar(progress))
         checkpoint = open_checkpoint(weights, bar.update)
         stack.callback(checkpoint.close)
         matching = match(root, checkpoint)
         who = "dict" if isinstance(root, NamedTensors) else type(root).__name__
         matching.refuse(who, strict)
-        filling = _Filling(root, checkpoint, matching, rebuilt_buffers(root, matching.unfilled), config)
+        buffers = rebuilt_buffers(root, matching.unfilled)
+        session, device = None, torch.device(config.device or "cpu")
+        if config.enabled:
+            filled = frozenset(matching.parameters)
+            session = Session.open(Roots({"": root}), config, None, {}, moves=True, filled=filled)
+            device = session.tier.device
+        filling = Filling(root, checkpoint, matching, buffers, session, device)
         bar.total = filling.nbytes
         if matching.warning(who):
             warnings.warn(matching.warning(who), UserWarning, stacklevel=2)
@@ -134,8 +140,14 @@ def _as_module(model: Any) -> nn.Module:
     )
 
 
-class _Filling:
-    """One load, from the plan to the changed model."""
+class Filling:
+    """One load, from the plan to the changed model.
+
+    Args:
+        buffers: that no checkpoint has.
+        session: opened for the parameters that `matching` has a value for; None where nothing is offloaded.
+        device: that computes.
+    """
 
     def __init__(
         self,
@@ -143,18 +155,14 @@ class _Filling:
         checkpoint: Checkpoint,
         matching: Matching,
         buffers: Mapping[Place, Tensor],
-        config: OffloadConfig,
+        session: Session | None,
+        device: torch.device,
     ) -> None:
         self.root, self.checkpoint, self.matching, self.buffers = root, checkpoint, matching, buffers
         self.targets = [target for target in matching.targets if target.source is not None]
-        self.source_of = {p.name: t.source for t in self.targets for p in t.places if t.source and not p.is_buffer}
+        self.source_of = matching.parameters
         self.in_place_bytes = 0
-        self.session: Session | None = None
-        self.device = torch.device(config.device or "cpu")
-        if config.enabled:
-            filled = frozenset(self.source_of)
-            self.session = Session.open(Roots({"": root}), config, None, {}, moves=True, filled=filled)
-            self.device = self.session.tier.device
+        self.session, self.device = session, device
 
     def nbytes(self) -> int:
         """Bytes that are read; right once it is known what stays in its file."""
@@ -250,7 +258,7 @@ def _set_data(tensor: Tensor, data: Tensor) -> None:
     tensor.data = data
 
 
-class _Bar:
+class Bar:
     """A progress bar on stderr, from the moment on at which that seems worth it."""
 
     def __init__(self, wanted: bool) -> None:
@@ -260,7 +268,7 @@ class _Bar:
         self._done = 0
         self._bar: Any = None
 
-    def __enter__(self) -> _Bar:
+    def __enter__(self) -> Bar:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -78,6 +78,11 @@ class Matching:
     extra: tuple[tuple[nn.Module, str], ...]
     unfilled: tuple[Place, ...]
 
+    @property
+    def parameters(self) -> dict[str, str]:
+        """By name of each parameter that there is a value for, tied names too: what the checkpoint calls it."""
+        return {p.name: t.source for t in self.targets for p in t.places if t.source is not None and not p.is_buffer}
+
     def refuse(self, model: str, strict: bool) -> None:
         """Raises what `load_state_dict` would.
 

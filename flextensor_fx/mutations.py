@@ -14,6 +14,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.fx import Graph, GraphModule, Node
 
 from .passes.aliasing import ALIASING_NAMES
+from .passes.metadata import function_name
 
 _IN_PLACE_OPERATORS = frozenset(
     getattr(operator, name)
@@ -51,7 +52,7 @@ def _is_mutated(placeholder: Node) -> bool:
         for user in alias.users:
             if _writes_to(user, alias) or _body_writes_to(user, alias):
                 return True
-            name = _name(user)
+            name = function_name(user)
             if user not in aliases and (name in ALIASING_NAMES or name in _MORE_ALIASES):
                 aliases.add(user)
                 pending.append(user)
@@ -66,7 +67,7 @@ def _writes_to(node: Node, tensor: Node) -> bool:
         return any(_schema_writes(getattr(target, name), node, tensor) for name in target.overloads())
     if isinstance(target, OpOverload):
         return _schema_writes(target, node, tensor)
-    name, first = _name(node), node.args[0] if node.args else node.kwargs.get("input")
+    name, first = function_name(node), node.args[0] if node.args else node.kwargs.get("input")
     if name in _NORMS and any(
         _holds(value, tensor) for value in (*node.args[1:3], *_named(node, "running_mean", "running_var"))
     ):
@@ -120,13 +121,3 @@ def _argument(node: Node, name: str, place: int | None) -> Any:
     if name in node.kwargs:
         return node.kwargs[name]
     return node.args[place] if place is not None and len(node.args) > place else None
-
-
-def _name(node: Node) -> str:
-    if node.op == "call_method":
-        return str(node.target)
-    if node.op != "call_function":
-        return ""
-    if isinstance(node.target, OpOverload):
-        return node.target._schema.name.split("::")[1]
-    return getattr(node.target, "__name__", "")

@@ -23,9 +23,10 @@ class NamedTensors(nn.Module):
         parameters: by name.
         tree: what patterns are matched against.
         buffers: by name; they are never selected.
+        title: what the whole is called.
 
     Attributes:
-        tree: as given.
+        tree, title: as given.
         names: of the mapping that `of` was given, in order.
         others: what that held beside tensors.
     """
@@ -35,9 +36,10 @@ class NamedTensors(nn.Module):
         parameters: Mapping[str, torch.Tensor],
         tree: ModuleTree,
         buffers: Mapping[str, torch.Tensor] | None = None,
+        title: str = "Mapping",
     ) -> None:
         super().__init__()
-        self.tree = tree
+        self.tree, self.title = tree, title
         self.names: tuple[str, ...] = tuple(parameters)
         self.others: Mapping[str, Any] = {}
         self._listener: weakref.ref[Callable[[], None]] | None = None

@@ -149,7 +149,10 @@ def release(model: Any) -> None:
 
 
 def find_sessions(value: Any) -> list[Session]:
-    """The sessions of a module, a compiled module, a compiled function, or an `OffloadedDict`."""
+    """The sessions of a module, a compiled module, a compiled function, an `OffloadedDict`, or a program."""
+    own = getattr(value, "session", None)
+    if isinstance(own, Session):
+        return [own] if own in registry.living_sessions() else []
     target = value.holder if isinstance(value, OffloadedDict) else _frames.unwrap(value)
     bound_to = getattr(target, "__self__", None)
     roots = [root for root in (target, bound_to) if isinstance(root, nn.Module)]

@@ -122,7 +122,7 @@ class Session:
     _pool_floor: int = 0
     _page_pool: int = 0
     _packed: Mapping[str, Packed] = field(default_factory=dict)
-    _packs_small: bool = True
+    packs_small: bool = True
     _hooked: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = field(default_factory=weakref.WeakKeyDictionary)
 
     # --- making one ------------------------------------------------------------------------------------------------
@@ -137,6 +137,7 @@ class Session:
         *,
         moves: bool = False,
         filled: Set[str] = frozenset(),
+        plan: Plan | None = None,
     ) -> Session:
         """Selects and plans; moves nothing.
 
@@ -147,6 +148,7 @@ class Session:
             streams_all: plans as if there were no budget, unless that would exceed the budget.
             moves: whether the model is about to be moved to the configured device.
             filled: names of parameters that are about to get a value, see `fill`; they may be on the meta device.
+            plan: a plan for these very weights, kept as it is; None makes one.
 
         Raises:
             SelectionError, PatternError: nothing is selected, or a pattern is malformed.
@@ -171,7 +173,7 @@ class Session:
         costs = completed(costs or Costs({}, (), link_for(config, tier.device)), nbytes)
         coming = bytes_elsewhere(roots, tier.device, nbytes.keys(), bool(filled)) if moves else 0
         memory = tier.memory(candidates, costs.activation_bytes, coming)
-        plan = plan_weights(config, costs, nbytes, fixed, memory, 0, streams_all=streams_all)
+        plan = plan or plan_weights(config, costs, nbytes, fixed, memory, 0, streams_all=streams_all)
         session = cls(uid, config, selection, nbytes, fixed, unit_of, costs, plan, tier, memory, streams_all)
         session._roots = {prefix: weakref.ref(module) for prefix, module in roots.modules.items()}
         session._stays_by_graph = dict(stays)
@@ -308,7 +310,7 @@ class Session:
         except BudgetError:
             if not packs:
                 raise
-        self._packs_small = False
+        self.packs_small = False
 
     def planned(self, costs: Costs) -> Plan:
         """The plan from other costs, which need not leave a weight where it is.
@@ -474,7 +476,7 @@ class Session:
         return [c for c in self.candidates() if c.name in streamed and not isinstance(c.parameter, OffloadedParameter)]
 
     def _packs(self, pending: Sequence[Candidate]) -> tuple[Pack, ...]:
-        if not self.tier.on_host or not self._packs_small:
+        if not self.tier.on_host or not self.packs_small:
             return ()
         return find_packs(pending, self.key, lambda group: self.key(f"{group} together"))
 
@@ -533,6 +535,12 @@ class Session:
         registry.unregister(engine)
         self.engine = None
         engine.close()
+
+    def drop(self) -> None:
+        """Removes the store without bringing anything back: whoever held the weights is done. Calling it again does nothing."""
+        with self.lock:
+            self.abandon()
+        registry.forget(self)
 
     def _bring_back(self, keys: Set[str], engine: Engine | HostEngine) -> None:
         """Puts plain parameters in the place of stand-ins, one at a time."""

@@ -96,6 +96,5 @@ class ReturnedValues:
 
 def fingerprint_of(roots: Roots, candidates: Sequence[Candidate]) -> str:
     """The same for the same model in every process, so that a compile cache made by one serves the next."""
-    names = "-".join(type(module).__name__ for module in roots.modules.values())
     text = "\n".join(f"{c.name} {shape_of(c.parameter)} {c.parameter.dtype}" for c in candidates)
-    return f"{names}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    return f"{roots.title}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"

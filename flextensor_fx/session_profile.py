@@ -27,7 +27,7 @@ def profile_of(session: Session, events: Sequence[Event], before: EngineStats | 
     costs = {graph.name: graph.costs for graph in session.captured}
     runs = graph_runs(events, _names(session), costs)
     return Profile(
-        "-".join(type(root).__name__ for root in session.roots.modules.values()),
+        session.roots.title,
         Machine.here(str(session.tier.device)),
         profiled(session.candidates(), session.stays, session.costs.fused),
         profile_graphs(runs, costs, session.unit_of),

@@ -49,7 +49,14 @@ def _memories(node: Node) -> dict[int, int]:
     found: dict[int, int] = {}
     for value in pytree.tree_leaves(value_of(node)):
         if isinstance(value, torch.Tensor):
-            memory = value.untyped_storage()._cdata if value.layout is torch.strided else id(value)
+            memory = _memory(value)
             nbytes = math.prod(hint_of(extent) for extent in value.shape) * value.dtype.itemsize
             found[memory] = max(nbytes, found.get(memory, 0))
     return found
+
+
+def _memory(value: torch.Tensor) -> int:
+    try:
+        return value.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):  # sparse tensors and those inside of a vmap have no storage to show
+        return id(value)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
+from torch._ops import OpOverload
 from torch.fx import Node
 
 from . import ops
@@ -27,6 +28,17 @@ def hint_of(extent: Any) -> int:
         hint = extent.node.hint
         return 1 if hint is None else int(hint)
     return int(extent)
+
+
+def function_name(node: Node) -> str:
+    """The name of the function, method or op that `node` calls, without namespace and overload; "" of other nodes."""
+    if node.op == "call_method":
+        return str(node.target)
+    if node.op != "call_function":
+        return ""
+    if isinstance(node.target, OpOverload):
+        return node.target._schema.name.split("::")[1]
+    return getattr(node.target, "__name__", "")
 
 
 def is_tensor(node: Node) -> bool:

@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 
 from . import ops
 from .aliasing import may_alias
-from .metadata import is_tensor
+from .metadata import function_name, is_tensor
 
 Realized = Callable[[Node], bool]
 
@@ -64,16 +64,13 @@ def captured_realized(node: Node) -> bool:
     """For a graph as Dynamo captured it: by the function's name, an estimate of what `aten_realized` will find."""
     if node.op not in ("call_function", "call_method"):
         return False
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return name in _FUNCTION_NAMES or isinstance(node.target, HigherOrderOperator) or _is_output(node)
+    return function_name(node) in _FUNCTION_NAMES or isinstance(node.target, HigherOrderOperator) or _is_output(node)
 
 
 def captured_elementwise(node: Node) -> bool:
     """For a graph as Dynamo captured it: whether the function is an elementwise one, by the op of its name."""
-    if node.op not in ("call_function", "call_method"):
-        return False
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    packet = getattr(aten, "div" if name == "truediv" else name.strip("_"), None)
+    name = function_name(node)
+    packet = getattr(aten, "div" if name == "truediv" else name.strip("_"), None) if name else None
     return packet is not None and any(
         torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads()
     )

@@ -64,8 +64,11 @@ def round_up(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
 
 
-def lay_out(specs: Iterable[WeightSpec]) -> Container:
+def lay_out(specs: Iterable[WeightSpec], metadata: Mapping[str, str] | None = None) -> Container:
     """Place weights one after another, each at a multiple of 4096 bytes, under the names of their keys.
+
+    Args:
+        metadata: further texts for the header, by name.
 
     Raises:
         StoreError: a key is used twice or reserved, or a stride is not dense.
@@ -97,13 +100,25 @@ def lay_out(specs: Iterable[WeightSpec]) -> Container:
                 "shape": [position - end],
                 "data_offsets": [end, position],
             }
+    texts = dict(metadata or {})
     if facts:
-        table = {"__metadata__": {_OURS: json.dumps(facts, separators=(",", ":"))}} | table
+        texts[_OURS] = json.dumps(facts, separators=(",", ":"))
+    if texts:
+        table = {"__metadata__": texts} | table
     text = json.dumps(table, separators=(",", ":")).encode()
     text = text.ljust(round_up(8 + len(text)) - 8)
     header = len(text).to_bytes(8, "little") + text
     entries = {spec.key: Entry(spec, len(header) + start) for spec, start in starts}
     return Container(header, entries, len(header) + position)
+
+
+def read_metadata(path: str, fd: int) -> Mapping[str, str]:
+    """The texts in the header of an open safetensors file, by name.
+
+    Raises:
+        StoreError: the file is no safetensors file.
+    """
+    return _read_header(path, fd, os.fstat(fd).st_size)[3]
 
 
 def read_names(path: str, fd: int) -> tuple[str, ...]:
@@ -112,7 +127,7 @@ def read_names(path: str, fd: int) -> tuple[str, ...]:
     Raises:
         StoreError: the file is no safetensors file.
     """
-    table, _, _ = _read_header(path, fd, os.fstat(fd).st_size)
+    table = _read_header(path, fd, os.fstat(fd).st_size)[0]
     return tuple(name for name in table if not name.startswith(_PAD))
 
 
@@ -129,7 +144,7 @@ def read_entries(path: str, fd: int, names: Mapping[str, str], *, empty: bool = 
         StoreError: the file is no safetensors file, lacks a name or is shorter than its header says.
     """
     size = os.fstat(fd).st_size
-    table, facts, start = _read_header(path, fd, size)
+    table, facts, start, _ = _read_header(path, fd, size)
     found: dict[str, Entry] = {}
     for key, name in names.items():
         item = table.get(name)
@@ -157,18 +172,19 @@ def read_entries(path: str, fd: int, names: Mapping[str, str], *, empty: bool = 
     return found
 
 
-def _read_header(path: str, fd: int, size: int) -> tuple[dict[str, Any], dict[str, Any], int]:
+def _read_header(path: str, fd: int, size: int) -> tuple[dict[str, Any], dict[str, Any], int, dict[str, str]]:
     length = int.from_bytes(os.pread(fd, 8, 0), "little")
     if size < 8 or length > min(_MAX_HEADER, size - 8):
         raise StoreError(f"{path}: expected a safetensors file, found {size} bytes that do not begin with its header")
     try:
         table = json.loads(os.pread(fd, length, 8))
-        facts = json.loads(table.pop("__metadata__", {}).get(_OURS, "{}"))
+        texts = table.pop("__metadata__", {})
+        facts = json.loads(texts.get(_OURS, "{}"))
         if not isinstance(facts, dict):
             raise ValueError(f"{_OURS} metadata of type {type(facts).__name__}")
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise StoreError(f"{path}: expected a safetensors header, found {error}") from error
-    return table, facts, 8 + length
+    return table, facts, 8 + length, texts
 
 
 def _spec(key: str, item: dict[str, Any], fact: dict[str, Any] | None) -> WeightSpec:
@@ -195,7 +211,7 @@ def entries_by_offset(path: str) -> dict[int, tuple[str, int]]:
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        table, _, start = _read_header(path, fd, os.fstat(fd).st_size)
+        table, _, start, _ = _read_header(path, fd, os.fstat(fd).st_size)
     finally:
         os.close(fd)
     places = ((name, item["data_offsets"]) for name, item in table.items())

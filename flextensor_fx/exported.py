@@ -1,0 +1,157 @@
+"""An exported program as one flat graph: its tensors and its inputs are placeholders, its user's outputs all that it returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, OutputKind
+from torch.fx import Graph, GraphModule, Node
+
+from . import _sources
+from .errors import OffloadError
+from .named_tensors import NamedTensors
+from .passes import ops
+from .passes.metadata import function_name
+from .program_inputs import ProgramInputs
+from .tree import ModuleTree
+
+_TENSORS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+_WRITES = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION, OutputKind.USER_INPUT_MUTATION)
+
+
+@dataclass(frozen=True)
+class FlatProgram:
+    """A flat graph and how it is called.
+
+    Fields:
+        module: takes the tensors of `targets`, then the leaves of the user's arguments; returns a tuple of `outputs`. What the
+            program writes to buffers and inputs it writes in place.
+        targets: the name of the tensor that each of the first placeholders stands for.
+        inputs: what the others take.
+        outputs: per leaf of the result, its place in the tuple, or None for a constant.
+        constants: the values of those.
+        out_spec: the structure of the result.
+    """
+
+    module: GraphModule
+    targets: tuple[str, ...]
+    inputs: ProgramInputs
+    outputs: tuple[int | None, ...]
+    constants: tuple[Any, ...]
+    out_spec: Any
+
+    @property
+    def placeholders(self) -> dict[str, Node]:
+        """The placeholder of each tensor, by name."""
+        return dict(zip(self.targets, self.module.graph.find_nodes(op="placeholder"), strict=False))
+
+
+def check_program(program: object, who: str) -> ExportedProgram:
+    """`program`, seen to be one that can be rewritten.
+
+    Raises:
+        OffloadError: it is no exported program, is rewritten already, or has inputs or outputs that no graph of ours can have.
+    """
+    if not isinstance(program, ExportedProgram):
+        raise OffloadError(
+            f"{who}: expected what torch.export.export returns, found {type(program).__name__}; for a module use "
+            'torch.compile(model, backend="flextensor")'
+        )
+    if any(node.target in ops.ALL_OPS for node in program.graph.nodes):
+        raise OffloadError(
+            f"{who}: expected an exported program that has not been rewritten, found transfers in it; rewrite the program that "
+            "it was made of"
+        )
+    signature = program.graph_signature
+    odd = [f"{spec.kind.name.lower()} {spec.target}" for spec in signature.input_specs if not _is_plain(spec)]
+    odd += [
+        f"{spec.kind.name.lower()} {spec.target}"
+        for spec in signature.output_specs
+        if spec.kind not in (OutputKind.USER_OUTPUT, *_WRITES)
+    ]
+    if odd:
+        raise OffloadError(
+            f"{who}: expected parameters, buffers, tensors and arguments alone, found {', '.join(odd[:3])}; export the model "
+            "for inference, without script objects and without a loss"
+        )
+    return program
+
+
+def _is_plain(spec: InputSpec) -> bool:
+    return spec.kind in (*_TENSORS, InputKind.USER_INPUT)
+
+
+def flatten(program: ExportedProgram) -> FlatProgram:
+    """The flat graph of a checked program, which is changed nowhere."""
+    signature = program.graph_signature
+    graph, copies = Graph(), {}
+    result = graph.graph_copy(program.graph, copies)
+    assert isinstance(result, tuple | list)
+    by_name = {node.name: copies[node] for node in program.graph.nodes if node in copies}
+    specs = signature.input_specs
+    tensors = [spec for spec in specs if spec.kind in _TENSORS]
+    order = [by_name[spec.arg.name] for spec in tensors]
+    given = [node for node in graph.nodes if node.op == "placeholder" and node not in order]
+    if list(graph.find_nodes(op="placeholder")) != [*order, *given]:
+        raise AssertionError(f"tensors of an exported program come first: {signature}")
+    by_target = {spec.target: by_name[spec.arg.name] for spec in tensors}
+    returned: list[Any] = []
+    places: list[int | None] = []
+    constants: list[Any] = []
+    for spec, value in zip(signature.output_specs, result, strict=True):
+        if spec.kind is OutputKind.USER_OUTPUT:
+            is_constant = isinstance(spec.arg, ConstantArgument) or not isinstance(value, Node)
+            places.append(None if is_constant else len(returned))
+            constants.append(value if is_constant else None)
+            if not is_constant:
+                returned.append(value)
+        elif isinstance(value, Node):
+            into = by_name[spec.target] if spec.kind is OutputKind.USER_INPUT_MUTATION else by_target[spec.target]
+            if value is not into:
+                written = graph.call_function(torch.ops.aten.copy_.default, (into, value))
+                written.meta["val"] = into.meta.get("val")
+    graph.output(tuple(returned))
+    module = GraphModule(program.graph_module, graph)
+    return FlatProgram(
+        module,
+        tuple(str(spec.target) for spec in tensors),
+        ProgramInputs.of(program, given),
+        tuple(places),
+        tuple(constants),
+        program.call_spec.out_spec,
+    )
+
+
+def hold(program: ExportedProgram) -> NamedTensors:
+    """The tensors of a program, as the modules that their names speak of. They share memory with the program's."""
+    signature = program.graph_signature
+    # Of a program, which runs forward only, the flag matters for how a matmul is computed, and for nothing else.
+    flagged = any(function_name(node) == "matmul" for node in program.graph.nodes)
+    named: dict[str, Any] = {**program.state_dict, **program.constants}
+    parameters: dict[str, nn.Parameter] = {}
+    buffers: dict[str, Tensor] = {}
+    passing: list[str] = []
+    known: dict[object, nn.Parameter] = {}
+    for spec in signature.input_specs:
+        if spec.kind not in _TENSORS or not isinstance(spec.target, str):
+            continue
+        value = named[spec.target]
+        name = _sources.strip_wrappers(spec.target)
+        if spec.kind is InputKind.PARAMETER:
+            key = _sources.storage_key(value)
+            if key not in known:
+                known[key] = nn.Parameter(value.detach(), requires_grad=flagged and value.requires_grad)
+            parameters[name] = known[key]
+        else:
+            buffers[name] = value.detach()
+            passing += [] if spec.kind is InputKind.BUFFER and spec.persistent else [name]
+    tree = ModuleTree.from_exported(program)
+    title = next((entry.class_name for entry in tree.modules if not entry.path), "").rpartition(".")[2]
+    holder = NamedTensors(parameters, tree, buffers, title or "Program")
+    for module, name in map(holder.place, passing):
+        module._non_persistent_buffers_set.add(name)
+    return holder

@@ -1,0 +1,270 @@
+"""Ahead of time: an exported program whose weights are streamed, as a value that runs, compiles and is saved."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+
+from ._sources import storage_key, strip_wrappers
+from .backend import flextensor
+from .checkpoint import Checkpoint, Weights, open_checkpoint
+from .compilation import Compilation, Weight
+from .config import OffloadConfig
+from .errors import ConfigError, LoadError, ProgramError
+from .exported import FlatProgram
+from .loading import Bar, Filling
+from .matching import match
+from .named_tensors import NamedTensors
+from .program_file import ProgramRecord, SavedCosts, portable, saved_tensor, write_program
+from .runtime.layout import check_storable
+from .runtime.parameter import OffloadedParameter
+from .session import Session
+
+
+class Program:
+    """An exported program that streams its weights. It runs forward only, and its tensors are its own.
+
+    Attributes:
+        graph_module: the rewritten graph, prefetch and wait in plain sight. Its placeholders are the tensors that stay, then the
+            leaves of the arguments.
+    """
+
+    graph_module: GraphModule
+
+    def __init__(
+        self,
+        exported: ExportedProgram,
+        flat: FlatProgram,
+        holder: NamedTensors,
+        session: Session,
+        config: OffloadConfig,
+    ) -> None:
+        self._exported = exported
+        self._flat = flat
+        self._holder = holder
+        self._config = config
+        self.session = session
+        self.has_values = not any(tensor.is_meta for tensor in (*holder.parameters(), *holder.buffers()))
+        self._slots = [holder.place(strip_wrappers(target)) for target in flat.targets]
+        with torch.no_grad():
+            self._run, self.graph_module = self._interpreted()
+        self.record = session.graphs[-1] if session.graphs else None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the rewritten graph node by node; what the program returned, equal bit for bit.
+
+        Raises:
+            OffloadError: the arguments are not those that were exported; says which.
+            GradientError: one of them requires a gradient.
+            StoreError: a weight cannot be read, or the program has been closed.
+        """
+        leaves = self._leaves(args, kwargs)
+        with torch.no_grad():
+            return self._result(self._run(*self._tensors(), *leaves))
+
+    def compile(self, **options: Any) -> Callable[..., Any]:
+        """The program through the inner compiler, by default Inductor; called like the program.
+
+        Args:
+            options: `inner_backend`, `inner_mode`, `inner_options` or `dump_dir`, as in `OffloadConfig`; what is not given is
+                as in the program's configuration.
+
+        Raises:
+            ConfigError: an option that would change the plan.
+        """
+        if wrong := sorted(options.keys() - COMPILING):
+            raise ConfigError(
+                f"compile: expected options among {', '.join(sorted(COMPILING))}, found {wrong[0]!r}; what shapes the plan is "
+                "given to flextensor_fx.rewrite"
+            )
+        return CompiledProgram(self, replace(self._config, **options))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the program to one file, with its plan and the values that its weights have now; `load_program` reads it.
+
+        The file is a safetensors file, in which every weight lies so that the program streams it from there.
+
+        Raises:
+            ProgramError: something in it has no form in a file, or the program has no values yet.
+            StoreError: the file cannot be written, or a weight not be read.
+        """
+        file = Path(path)
+        if not file.parent.is_dir() or file.is_dir():
+            raise ProgramError(f"save: expected a file name in a directory that exists, found {str(path)!r}")
+        entries: dict[object, str] = {}
+        tensors: dict[str, Tensor] = {}
+        saved = []
+        kinds = {str(spec.target): spec.kind.name.lower() for spec in self._exported.graph_signature.input_specs}
+        for target, tensor in zip(self._flat.targets, self._tensors(), strict=True):
+            if tensor.is_meta:
+                raise ProgramError(
+                    f"save: tensor {target!r} has no value yet; call flextensor_fx.load(program, files) first"
+                )
+            entry = entries.setdefault(storage_key(tensor), target) if tensor.numel() else ""
+            if entry == target:
+                tensors[entry] = _dense(tensor)
+            saved.append(saved_tensor(target, kinds[target], entry, tensors.get(entry, tensor)))
+        session = self.session
+        record = ProgramRecord(
+            str(torch.__version__),
+            session.uid,
+            portable(self._config),
+            session.plan,
+            SavedCosts.of(session.costs),
+            session.stays,
+            self.record,
+            session.packs_small,
+            tuple(saved),
+            {},
+        )
+        write_program(file, self._exported, record, tensors)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The tensors of the program by name, those that are streamed too."""
+        return dict(zip(self._flat.targets, (tensor.detach() for tensor in self._tensors()), strict=True))
+
+    def close(self) -> None:
+        """Removes the store. The program cannot be called any more; closing it again does nothing."""
+        self.session.drop()
+
+    def __repr__(self) -> str:
+        session = self.session
+        return f"Program({session.uid}, {len(session.streamed)} of {len(session.nbytes)} selected weights streamed)"
+
+    @property
+    def config(self) -> OffloadConfig:
+        """As given to `rewrite`, with the device that was found."""
+        return self._config
+
+    def _tensors(self) -> list[Tensor]:
+        return [held(module, name) for module, name in self._slots]
+
+    def _leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        if not self.has_values:
+            raise ProgramError(
+                f"program {self.session.uid}: expected weights with values, found those of an export on the meta device; call "
+                "flextensor_fx.load(program, files)"
+            )
+        return self._flat.inputs.flatten(args, kwargs)
+
+    def fill(
+        self,
+        weights: Weights,
+        buffers: Mapping[str, Tensor] | None = None,
+        *,
+        strict: bool = True,
+        progress: bool = True,
+    ) -> Program:
+        """Gives the weights of a program that was exported on the meta device their values; see `flextensor_fx.load`.
+
+        Args:
+            weights: as `load` takes them.
+            buffers: values of buffers and constants that are in no state dict, by name.
+
+        Raises:
+            LoadError: weights and program do not fit, or a buffer has no value.
+            StoreError: a file cannot be read, or the store not written.
+        """
+        if self.has_values:
+            raise ProgramError(
+                f"program {self.session.uid}: expected one that was exported on the meta device, found one with values"
+            )
+        with Bar(progress) as bar:
+            self.fill_from(open_checkpoint(weights, bar.update), buffers or {}, strict=strict, bar=bar)
+        return self
+
+    def fill_from(
+        self, checkpoint: Checkpoint, buffers: Mapping[str, Tensor], *, strict: bool, bar: Bar | None = None
+    ) -> None:
+        with contextlib.closing(checkpoint):
+            matching = match(self._holder, checkpoint)
+            matching = replace(matching, missing=tuple(n for n in matching.missing if self._holder.tensor(n).numel()))
+            matching.refuse(self.session.uid, strict)
+            if lacking := [place.name for place in matching.unfilled if place.name not in buffers]:
+                raise LoadError(
+                    f"program {self.session.uid}: expected values of {', '.join(lacking[:5])}, which are in no state dict; call "
+                    "program.fill(weights, buffers={name: tensor})"
+                )
+            values = {place: buffers[place.name] for place in matching.unfilled}
+            filling = Filling(self._holder, checkpoint, matching, values, self.session, self.session.tier.device)
+            if bar is not None:
+                bar.total = filling.nbytes
+            filling.run()
+        self.has_values = True
+
+    def _result(self, outputs: Any) -> Any:
+        flat = self._flat
+        leaves = [c if place is None else outputs[place] for place, c in zip(flat.outputs, flat.constants, strict=True)]
+        return pytree.tree_unflatten(leaves, flat.out_spec)
+
+    def _interpreted(self) -> tuple[Callable[..., Any], GraphModule]:
+        config = replace(self._config, inner_backend="eager", inner_mode=None, inner_options=None)
+        compilation = Compilation(self._flat.module, config, _weights(self._flat, self._holder, self.session))
+        given = len(self._flat.inputs.leaves)
+        run = compilation.run_until_it_fits([*self._tensors(), *[None] * given])
+        return run, compilation.captured
+
+
+COMPILING = frozenset(("inner_backend", "inner_mode", "inner_options", "dump_dir"))
+
+
+class CompiledProgram:
+    """A program behind an inner compiler; made by `Program.compile`, called like the program. Compiles at its first call."""
+
+    def __init__(self, program: Program, config: OffloadConfig) -> None:
+        self._program = program
+        self.session = program.session
+        shell = _Shell(program)
+        options = {name: getattr(config, name) for name in COMPILING}
+
+        self._compiled = torch.compile(shell, backend=flextensor, fullgraph=True, options=options)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the program's."""
+        program = self._program
+        leaves = program._flat.inputs.with_free_sizes(program._leaves(args, kwargs))
+        with torch.no_grad():
+            return program._result(self._compiled(*leaves))
+
+
+class _Shell(nn.Module):
+    """What Dynamo traces: the flat graph, with the tensors that its holder has at the time."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        self.graph = program._flat.module
+        self.tensors = program._holder
+        self._slots = [(m._parameters if name in m._parameters else m._buffers, name) for m, name in program._slots]
+
+    def forward(self, *leaves: Any) -> Any:
+        return self.graph(*[held[name] for held, name in self._slots], *leaves)
+
+
+def _weights(flat: FlatProgram, holder: NamedTensors, session: Session) -> dict[Any, Weight]:
+    slots = session.roots.slots()
+    selected = {id(slots[name].parameter): name for name in session.nbytes}
+    values = {node: held(*holder.place(strip_wrappers(target))) for target, node in flat.placeholders.items()}
+    return {
+        node: Weight(value, session, selected[id(value)]) for node, value in values.items() if id(value) in selected
+    }
+
+
+def held(module: nn.Module, name: str) -> Any:
+    return module._parameters[name] if name in module._parameters else module._buffers[name]
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """A tensor whose bytes are its elements: an expanded buffer, or a lazily conjugated one, as a file has it."""
+    if isinstance(tensor, OffloadedParameter) or check_storable(tensor) is None:
+        return tensor
+    return tensor.detach().resolve_conj().resolve_neg().contiguous() if type(tensor) is Tensor else tensor
