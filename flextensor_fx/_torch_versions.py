@@ -119,6 +119,11 @@ def recompile_limit() -> int:
     return torch._dynamo.config.recompile_limit
 
 
+def is_tracing() -> bool:
+    """Whether a graph is being captured or compiled on this thread."""
+    return torch._guards.TracingContext.try_get() is not None
+
+
 def storage_uses(tensor: torch.Tensor) -> int:
     """How many refer to the memory of `tensor`: it, whoever shares it, and the one reference that is made to ask."""
     storage = tensor.untyped_storage()

@@ -110,6 +110,8 @@ def open_checkpoint(weights: Weights, on_read: Callable[[int], object]) -> Check
     paths = [Path(path) for path in weights]
     if not paths:
         raise LoadError("weights: expected at least one file, found an empty list")
+    if twice := [path for path in paths if paths.count(path) > 1]:
+        raise LoadError(f"weights: file {twice[0]} is given twice; give it once")
     return FileCheckpoint(dict.fromkeys(paths), on_read)
 
 

@@ -211,8 +211,9 @@ def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:
-    """The attributes that are numbers, texts, or tuples and lists of these."""
-    return {name: value for name, value in vars(module).items() if name != "training" and _is_plain(value)}
+    """The attributes that are numbers, texts, or tuples and lists of these; without what libraries note for themselves."""
+    named = {name: value for name, value in vars(module).items() if name != "training" and not name.startswith("_")}
+    return {name: value for name, value in named.items() if _is_plain(value)}
 
 
 def _is_plain(value: Any) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from flextensor_fx._torch_versions import is_tracing
 from flextensor_fx.errors import OffloadError
 from flextensor_fx.passes import ops
 
@@ -246,6 +247,8 @@ class OffloadedParameter(Tensor):
         return self.plain().numpy(**options)
 
     def untyped_storage(self) -> torch.UntypedStorage:
+        if is_tracing():  # to tell tensors apart, for which a file of the user would be copied whole
+            return super().untyped_storage()
         return self.plain().untyped_storage()
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
