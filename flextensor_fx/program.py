@@ -203,7 +203,9 @@ class Program:
     ) -> None:
         with contextlib.closing(checkpoint):
             matching = match(self._holder, checkpoint)
-            matching = replace(matching, missing=tuple(n for n in matching.missing if self._holder.tensor(n).numel()))
+            self._fill_empty()
+            absent = tuple(name for name in matching.missing if held(*self._holder.place(name)).is_meta)
+            matching = replace(matching, missing=absent)
             matching.refuse(self.session.uid, strict)
             if lacking := [place.name for place in matching.unfilled if place.name not in buffers]:
                 raise LoadError(
@@ -216,6 +218,19 @@ class Program:
                 bar.total = filling.nbytes
             filling.run()
         self.has_values = True
+
+    def _fill_empty(self) -> None:
+        """Tensors without elements are in no file, and have all that they need."""
+        device = self.session.tier.device
+        for module in self._holder.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.is_meta and parameter.numel() == 0:
+                    module._parameters[name] = nn.Parameter(
+                        torch.empty_like(parameter, device=device), parameter.requires_grad
+                    )
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta and buffer.numel() == 0:
+                    module._buffers[name] = torch.empty_like(buffer, device=device)
 
     def result(self, outputs: Any) -> Any:
         flat = self._flat

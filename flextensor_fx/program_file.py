@@ -146,8 +146,8 @@ class SavedProgram:
 # --- writing -----------------------------------------------------------------------------------------------------------
 
 
-def write_program(path: Path, exported: ExportedProgram, record: ProgramRecord, tensors: Mapping[str, Tensor]) -> None:
-    """Writes a program file; whatever `path` named before is replaced once all is written.
+def write_program(path: Path, exported: ExportedProgram, record: ProgramRecord, tensors: Mapping[str, Tensor]) -> str:
+    """Writes a program file and returns its fingerprint; whatever `path` named before is replaced once all is written.
 
     Args:
         record: with digests still missing.
@@ -340,7 +340,7 @@ def _graph(who: str, data: bytes, record: ProgramRecord, namespaces: frozenset[s
     try:
         return graph_from_json(data, lambda program: checked_graph(program, namespaces), values)
     except OffloadError as error:
-        raise ProgramError(f"{who}: {error}") from error
+        raise ProgramError(f"{who}: {f'{error}'.removeprefix(f'{who}: ')}") from error
     except Exception as error:  # torch's reader raises what comes to hand
         raise ProgramError(
             f"{who}: its graph, which torch {record.torch} wrote, cannot be read by torch {torch.__version__}: "

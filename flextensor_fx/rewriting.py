@@ -132,7 +132,7 @@ def load_program_as(
     except OffloadError as error:
         raise ProgramError(f"{who}: its plan cannot be used: {error}") from error
     made = Program(saved.exported, flat, holder, session, config)
-    if not _same_schedule(made.record, record.graph):
+    if session.plan is not record.plan or not _same_schedule(made.record, record.graph):
         raise ProgramError(
             f"{who}: expected the schedule that it was saved with, found another; it was written by another release: rewrite the "
             "exported program and save it again"
