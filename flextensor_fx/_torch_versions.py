@@ -17,15 +17,16 @@ For a new release run the tests with it, and add a line:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
 import torch._dynamo
-from torch import fx
+from torch import fx, nn
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.export import ExportedProgram
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
@@ -84,21 +85,23 @@ def graph_to_json(program: ExportedProgram) -> bytes:
 
 
 def graph_from_json(
-    data: bytes, check: Callable[[Any], Any], tensors: Callable[[Any], tuple[dict[str, Any], dict[str, Any]]]
+    data: bytes,
+    parse: Callable[[bytes, ModuleType], Any],
+    tensors: Callable[[Any], tuple[dict[str, Any], dict[str, Any]]],
 ) -> ExportedProgram:
     """What `graph_to_json` was given.
 
     Args:
-        check: sees the parsed schema before anything is made of its texts.
+        parse: makes a program of the schema's classes, and sees to it that its texts are harmless.
         tensors: gives state dict and constants for the schema's signature, on the meta device.
 
     Raises:
         Exception: the data is damaged, or of a schema that this torch does not read.
     """
     from torch._export.serde import schema
-    from torch._export.serde.serialize import ExportedProgramDeserializer, _bytes_to_dataclass
+    from torch._export.serde.serialize import ExportedProgramDeserializer
 
-    program = check(_bytes_to_dataclass(schema.ExportedProgram, data))
+    program = parse(data, schema)
     state, constants = tensors(program.graph_module.signature)
     return ExportedProgramDeserializer().deserialize(program, state, constants)
 
@@ -112,6 +115,11 @@ def load_ahead(file: str) -> Callable[[list[torch.Tensor]], Sequence[torch.Tenso
 
     loader: Any = aoti_load_package(file).loader
     return loader.boxed_run
+
+
+def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A GraphModule whose code is written when it is first wanted, and not after every pass."""
+    return _LazyGraphModule(root, graph)
 
 
 def recompile_limit() -> int:
@@ -140,6 +148,7 @@ __all__ = [
     "compile_lock",
     "copy_source",
     "graph_from_json",
+    "graph_module",
     "graph_to_json",
     "is_compile_wrapper",
     "load_ahead",

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from ._torch_versions import copy_source
+from ._torch_versions import copy_source, graph_module
 from .calls import of_open_stores, runner
-from .captured import CapturedGraph, captured_costs, input_places
+from .captured import CapturedGraph, Costs, captured_costs, input_places
 from .config import OffloadConfig
 from .device_graphs import wants_graphs
 from .device_rates import rates_of
@@ -51,6 +51,7 @@ class Compilation:
 
     Args:
         inner: the inner compiler.
+        costs: what is known of the graph; None estimates it.
 
     Attributes:
         fetched: the placeholders that became fetches.
@@ -63,8 +64,9 @@ class Compilation:
         config: OffloadConfig,
         weights: Mapping[Node, Weight],
         inner: Inner = compile_inner,
+        costs: Costs | None = None,
     ) -> None:
-        self.inner = inner
+        self.inner, self.costs = inner, costs
         self.module = module
         self.config = config
         self.weights = weights
@@ -92,7 +94,7 @@ class Compilation:
             return compile_alone(self.module, inputs, self.config)
         self.fetched = set(streamed)
         graph, copies = _copy_graph(self.module.graph)
-        self.captured = captured = GraphModule(self.module, graph)
+        self.captured = captured = graph_module(self.module, graph)
         captured.meta.update(self.module.meta)
         pipeline = Pipeline(captured, self._name("captured"), self._dump_dir)
         specs = {copies[node]: _spec(weight) for node, weight in streamed.items()}
@@ -122,6 +124,9 @@ class Compilation:
         taken = {graph.name for session in self.sessions.values() for graph in session.captured}
         name = next(name for number in itertools.count() if (name := f"graph {number}") not in taken)
         for session in self.sessions.values():
+            if self.costs is not None:
+                session.captured.append(CapturedGraph(name, self.costs))
+                continue
             own = {node: weight for node, weight in self.weights.items() if weight.session is session}
             costs = captured_costs(
                 self.module.graph,

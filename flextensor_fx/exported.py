@@ -12,6 +12,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec,
 from torch.fx import Graph, GraphModule, Node
 
 from . import _sources
+from ._torch_versions import graph_module
 from .errors import OffloadError
 from .named_tensors import NamedTensors
 from .passes import ops
@@ -114,7 +115,7 @@ def flatten(program: ExportedProgram) -> FlatProgram:
                 written = graph.call_function(torch.ops.aten.copy_.default, (into, value))
                 written.meta["val"] = into.meta.get("val")
     graph.output(tuple(returned))
-    module = GraphModule(program.graph_module, graph)
+    module = graph_module(program.graph_module, graph)
     return FlatProgram(
         module,
         tuple(str(spec.target) for spec in tensors),

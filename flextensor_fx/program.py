@@ -239,7 +239,9 @@ class Program:
 
     def compilation(self, config: OffloadConfig, inner: Inner = compile_inner) -> Compilation:
         """One more compiling of the graph."""
-        return Compilation(self._flat.module, config, _weights(self._flat, self._holder, self.session), inner)
+        return Compilation(
+            self._flat.module, config, _weights(self._flat, self._holder, self.session), inner, self.session.costs
+        )
 
     def inputs_by_place(self) -> list[Any]:
         """What the flat graph takes, as far as it is known before a call."""

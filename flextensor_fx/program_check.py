@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import enum
+import functools
 import json
 import re
+import types
+import typing
 from collections.abc import Callable, Collection
-from enum import Enum
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -58,10 +62,11 @@ _CONTAINERS = frozenset(
 _NEVER = frozenset(("collections.defaultdict",))
 
 Rule = Callable[[str], None]
+Parser = Callable[[Any], Any]
 
 
-def checked_graph(program: Any, namespaces: Collection[str] = ()) -> Any:
-    """`program`, a torch schema's ExportedProgram, seen to be harmless; what no use is made of has been taken out.
+def parsed_graph(data: bytes, schema: ModuleType, namespaces: Collection[str] = ()) -> Any:
+    """The ExportedProgram of torch's `schema` that JSON says; what no use is made of is left out.
 
     Args:
         namespaces: of operators beside torch's own that may be called.
@@ -69,65 +74,108 @@ def checked_graph(program: Any, namespaces: Collection[str] = ()) -> Any:
     Raises:
         ProgramError: something in it is not what torch.export writes.
     """
-    _prune(program)
     try:
-        _Check(frozenset(namespaces)).visit(program, "")
+        program = _Schema(schema, frozenset(namespaces)).parser(schema.ExportedProgram, "ExportedProgram")(
+            json.loads(data)
+        )
     except RecursionError:
         raise ProgramError(
             "the graph: expected what torch.export writes, found one that is nested too deeply"
         ) from None
+    except ValueError as error:
+        if isinstance(error, ProgramError):
+            raise
+        raise ProgramError(f"the graph: expected JSON, found {error}") from None
+    _prune(program)
     return program
 
 
-class _Check:
-    def __init__(self, namespaces: frozenset[str]) -> None:
+class _Schema:
+    """Parsers of the classes of torch's schema, each made once."""
+
+    def __init__(self, schema: ModuleType, namespaces: frozenset[str]) -> None:
+        self._globals = vars(schema)
         self._namespaces = _NAMESPACES | namespaces
+        self._parsers: dict[type, Parser] = {}
         self._rules: dict[str, Rule] = {
             **dict.fromkeys(_NAMED, _name),
             **dict.fromkeys(_PATHS, _path),
             **dict.fromkeys(_TEXTS, _any),
-            "SymExpr.expr_str": _expression,
+            "SymExpr.expr_str": functools.cache(_expression),
             "ExportedProgram.guards_code": _guard,
             "ExportedProgram.range_constraints key": _symbol,
-            "Node.target": self._target,
+            "Node.target": functools.cache(self._target),
             "Argument.as_operator": self._target,
             "ModuleCallSignature.in_spec": _any,  # rewritten by _prune
             "ModuleCallSignature.out_spec": _any,
             "Device.type": _device,
         }
 
-    def visit(self, value: Any, place: str) -> None:
-        if isinstance(value, str) and not isinstance(value, Enum):
-            rule = self._rules.get(place)
+    def parser(self, hint: Any, place: str) -> Parser:
+        """What parses a value of a type, as the field `place` has it."""
+        origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+        if origin is typing.Annotated:
+            return self.parser(arguments[0], place)
+        if origin in (types.UnionType, typing.Union):
+            (inner,) = (self.parser(a, place) for a in arguments if a is not type(None))
+            return lambda value: None if value is None else inner(value)
+        if origin is list:
+            item = self.parser(arguments[0], place)
+            return lambda value: [item(one) for one in _checked(list, value, place)]
+        if origin is dict:
+            key, item = self._text(f"{place} key"), self.parser(arguments[1], place)
+            return lambda value: {key(k): item(one) for k, one in _checked(dict, value, place).items()}
+        if hint is str:
+            return self._text(place)
+        if hint in _NUMBERS:
+            return functools.partial(_NUMBERS[hint], place=place)
+        if isinstance(hint, type) and issubclass(hint, enum.IntEnum):
+            return functools.partial(_integer, place=place)  # torch keeps the number
+        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            return functools.partial(self._object, hint)
+        raise ProgramError(f"the graph: {place}: a {hint} is not known; read the file with the torch that wrote it")
+
+    def _text(self, place: str) -> Parser:
+        rule = self._rules.get(place)
+
+        def parse(value: Any) -> str:
+            if type(value) is not str:
+                raise ProgramError(f"the graph: {place}: expected a text, found {str(value)[:40]!r}")
             if rule is None:
                 raise ProgramError(
                     f"the graph: {place}: expected a graph as torch {torch.__version__} writes it, found {value[:40]!r} "
                     "where no text is known; read it with the release that wrote it"
                 )
             rule(value)
-        elif isinstance(value, dict):
-            for key, item in value.items():
-                self.visit(key, f"{place} key")
-                self.visit(item, place)
-        elif isinstance(value, list | tuple):
-            for item in value:
-                self.visit(item, place)
-        elif dataclasses.is_dataclass(value):
-            kind = type(value).__name__
-            if kind in _CLASSES_REFUSED:
-                raise ProgramError(f"the graph: expected tensors and numbers, found a {kind}; it cannot be saved")
-            for field in dataclasses.fields(value):
-                # A union raises for all fields but the one that it is.
-                item = getattr(value, field.name, None)
-                if field.type == "str" or "[str," in str(field.type):
-                    self._declared_text(item, f"{kind}.{field.name}")
-                self.visit(item, f"{kind}.{field.name}")
-        elif value is not None and not isinstance(value, int | float | Enum):
-            raise ProgramError(f"the graph: {place}: expected a value of JSON, found {type(value).__name__}")
+            return value
 
-    def _declared_text(self, item: Any, place: str) -> None:
-        if item is not None and not isinstance(item, str | list | dict):
-            raise ProgramError(f"the graph: {place}: expected a text, found {item!r}")
+        return parse
+
+    def _object(self, cls: type, value: Any) -> Any:
+        # Classes hold themselves: what parses one is made when it is first needed.
+        return (self._parsers.get(cls) or self._class(cls))(value)
+
+    def _class(self, cls: type) -> Parser:
+        name = cls.__name__
+        hints = typing.get_type_hints(cls, globalns=self._globals, include_extras=True)
+        fields = {f.name: self.parser(hints[f.name], f"{name}.{f.name}") for f in dataclasses.fields(cls)}
+        create = getattr(cls, "create", None)  # only unions have it
+
+        def parse(value: Any) -> Any:
+            if name in _CLASSES_REFUSED:
+                raise ProgramError(f"the graph: expected tensors and numbers, found a {name}; it cannot be saved")
+            given = _checked(dict, value, name)
+            if create is not None:
+                if len(given) != 1 or (kind := next(iter(given))) not in fields:
+                    raise ProgramError(f"the graph: expected one of the kinds of a {name}, found {str(value)[:60]!r}")
+                return create(**{kind: fields[kind](given[kind])})
+            try:
+                return cls(**{key: parser(given[key]) for key, parser in fields.items() if key in given})
+            except TypeError as error:
+                raise ProgramError(f"the graph: {error}; the file is damaged") from None
+
+        self._parsers[cls] = parse
+        return parse
 
     def _target(self, text: str) -> None:
         parts = text.split(".")
@@ -171,8 +219,39 @@ _PATHS = (
 ).split()
 _PATHS += ["ExportedProgram.opset_version key"]
 # Values of the graph, and texts that only people read.
-_TEXTS = ["Argument.as_string", "Argument.as_strings", "ConstantValue.as_string", "Node.metadata", "Node.metadata key"]
+_TEXTS = (
+    "GraphModule.metadata NamedTupleDef.field_names CustomObjArgument.name CustomObjArgument.class_fqn Argument.as_string "
+    "Argument.as_strings ConstantValue.as_string Node.metadata InputToCustomObjSpec.custom_obj_name"
+).split()
+_TEXTS += ["GraphModule.metadata key", "GraphModule.treespec_namedtuple_fields key", "Node.metadata key"]
 _CLASSES_REFUSED = frozenset(("CustomObjArgument", "InputToCustomObjSpec"))
+
+
+def _checked(kind: type, value: Any, place: str) -> Any:
+    if type(value) is not kind:
+        raise ProgramError(f"the graph: {place}: expected a {kind.__name__}, found {str(value)[:40]!r}")
+    return value
+
+
+def _integer(value: Any, place: str) -> int:
+    if type(value) is not int or abs(value) >= 1 << 63:
+        raise ProgramError(f"the graph: {place}: expected a whole number, found {str(value)[:40]!r}")
+    return value
+
+
+def _real(value: Any, place: str) -> float:
+    if value in ("Infinity", "-Infinity", "NaN"):  # torch writes them so, and expects them back so
+        return float(value)
+    if type(value) not in (int, float):
+        raise ProgramError(f"the graph: {place}: expected a number, found {str(value)[:40]!r}")
+    return float(value)
+
+
+def _truth(value: Any, place: str) -> bool:
+    return _checked(bool, value, place)
+
+
+_NUMBERS: dict[type, Callable[..., Any]] = {int: _integer, float: _real, bool: _truth}
 
 
 def _refused(expected: str, found: str) -> ProgramError:

@@ -32,7 +32,7 @@ from .config import OffloadConfig
 from .errors import OffloadError, ProgramError, StoreError
 from .graph_record import GraphRecord
 from .planner import Plan
-from .program_check import checked_graph
+from .program_check import parsed_graph
 from .runtime.container import Entry, lay_out, read_entries, read_metadata, read_names
 from .runtime.engine import Engine
 from .runtime.fileio import PositionalFile, ShortRead
@@ -338,7 +338,7 @@ def _graph(who: str, data: bytes, record: ProgramRecord, namespaces: frozenset[s
         return state, constants
 
     try:
-        return graph_from_json(data, lambda program: checked_graph(program, namespaces), values)
+        return graph_from_json(data, lambda text, schema: parsed_graph(text, schema, namespaces), values)
     except OffloadError as error:
         raise ProgramError(f"{who}: {f'{error}'.removeprefix(f'{who}: ')}") from error
     except Exception as error:  # torch's reader raises what comes to hand

@@ -33,7 +33,7 @@ def activation_peak(graph: Graph, *, keeps_all: bool = False) -> int:
     alive = peak = 0
     for node in graph.nodes:
         new = {memory: nbytes for memory, nbytes in _memories(node).items() if memory not in there}
-        there |= new.keys()
+        there.update(new)
         if node.op not in ("placeholder", "get_attr", "output"):
             for memory, nbytes in new.items():
                 alive += nbytes
@@ -47,7 +47,8 @@ def activation_peak(graph: Graph, *, keeps_all: bool = False) -> int:
 def _memories(node: Node) -> dict[int, int]:
     """The bytes of each memory that a node's tensors lie in, as far as they take it; by what tells it from others."""
     found: dict[int, int] = {}
-    for value in pytree.tree_leaves(value_of(node)):
+    yielded = value_of(node)
+    for value in (yielded,) if isinstance(yielded, torch.Tensor) else pytree.tree_leaves(yielded):
         if isinstance(value, torch.Tensor):
             memory = _memory(value)
             nbytes = math.prod(hint_of(extent) for extent in value.shape) * value.dtype.itemsize
