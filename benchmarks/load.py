@@ -4,13 +4,12 @@ A Llama of 2 GB on the meta device is loaded from sharded safetensors files whos
 Every load is a process of its own, which has loaded a small model before; each is followed, or preceded, by plain reads.
 
 1. Peak resident set over what the process had, in shares of the budget and the largest weight together: at most 1.05.
-2. In place (the files' dtype is the model's): time against one thread that reads the bytes that stay resident, which are all that
-   a load has to read, in pieces of 64 MB past the page cache into memory of their own: at most 1.2. Beside it the time against
-   reading the whole 2 GB into one buffer.
+2. In place (the files' dtype is the model's): time against one thread that reads all files into one buffer, in pieces of 64 MB
+   past the page cache: at most 1.2. With the layers alone selected, time against such a thread that reads what stays resident,
+   which is all that the load reads, into memory of its own: at most 1.2.
 3. Converted (the files are bfloat16, or the model is): time against reading all bytes of the files so, and then writing as many
    as the store gets to a file, as a program does that reads and then writes: at most 1.2.
-4. Time and memory of accelerate's `load_checkpoint_and_dispatch` with all layers on disk, from the same files, and of ours when
-   the layers are what is streamed.
+4. Time and memory against those of accelerate's `load_checkpoint_and_dispatch` with all layers on disk, from the same files.
 5. Time until the first call of the compiled model has an answer, beside that of a model that is resident.
 """
 
@@ -97,7 +96,9 @@ def in_process(case: str, quick: bool, folder: Path, number: int) -> dict[str, f
     """What one case found."""
     command = [sys.executable, __file__, "--case", case, "--folder", str(folder), "--number", str(number)]
     command += ["--quick"] if quick else []
-    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    # Of kernels that are alike, the first process to compile would pay for the others.
+    caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder / f"kernels-{list(CASES).index(case)}")}
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, **caches})
     return json.loads(result.stdout.splitlines()[-1])
 
 
@@ -114,18 +115,18 @@ def judge(output: Output, found: dict[str, list[dict[str, float]]]) -> None:
         row["allowed MB"] = middle(case, "allowed") / 1e6 if "allowed" in runs[0] else None
         row["plain s"] = middle(case, "plain") if "plain" in runs[0] else None
         row["read all s"] = middle(case, "read all")
-        row["first call s"] = middle(case, "first call") if "first call" in runs[0] else None
+        row["first call s"] = runs[0].get("first call")
         rows.append(row)
     output.table("medians of paired runs", rows)
-    for case in ROUNDS:
-        if "allowed" in found[case][0]:
-            output.check(Check(f"{case}: peak / (budget and largest weight)", middle(case, "peak", "allowed"), 1.05))
-            output.check(Check(f"{case}: time / plain work on the same bytes", middle(case, "seconds", "plain"), 1.2))
-    whole = middle("in place", "seconds", "read all")
-    output.check(Check("in place: time / reading all files", whole, 1.2))
-    theirs, ours = found["accelerate, layers on disk"][0], found["ours, layers in place"][0]
+    for case in ("in place", "bfloat16 to float32", "float32 to bfloat16"):
+        output.check(Check(f"{case}: peak / (budget and largest weight)", middle(case, "peak", "allowed"), 1.05))
+    output.check(Check("in place: time / reading all files", middle("in place", "seconds", "read all"), 1.2))
+    for case in ("layers in place", "bfloat16 to float32", "float32 to bfloat16"):
+        output.check(Check(f"{case}: time / plain work on the same bytes", middle(case, "seconds", "plain"), 1.2))
+    theirs = found["accelerate, layers on disk"][0]
     for what in ("seconds", "peak"):
-        output.check(Check(f"layers in place: {what} / accelerate's", ours[what] / theirs[what], 1.0))
+        ratio = middle("layers in place", what) / theirs[what]
+        output.check(Check(f"layers in place: {what} / accelerate's", ratio, 1.0))
 
 
 # --- the cases ---------------------------------------------------------------------------------------------------------
@@ -203,7 +204,7 @@ def narrowed(sizes: dict[str, Any], folder: Path, number: int) -> dict[str, floa
 
 def layers_in_place(sizes: dict[str, Any], folder: Path, number: int) -> dict[str, float]:
     """All layers streamed, the rest resident; and a call."""
-    return loaded(sizes, folder, number, "float32", torch.float32, LAYERS, call=True)
+    return loaded(sizes, folder, number, "float32", torch.float32, LAYERS, call=number == 0)
 
 
 def by_accelerate(sizes: dict[str, Any], folder: Path, number: int) -> dict[str, float]:
@@ -256,11 +257,11 @@ CASES: dict[str, Callable[[dict[str, Any], Path, int], dict[str, float]]] = {
     "in place": in_place,
     "bfloat16 to float32": widened,
     "float32 to bfloat16": narrowed,
-    "ours, layers in place": layers_in_place,
+    "layers in place": layers_in_place,
     "accelerate, layers on disk": by_accelerate,
     "resident, load_state_dict": resident,
 }
-ROUNDS = ("in place", "bfloat16 to float32", "float32 to bfloat16")
+ROUNDS = ("in place", "bfloat16 to float32", "float32 to bfloat16", "layers in place")
 
 
 def on_meta(sizes: dict[str, Any], dtype: torch.dtype) -> Any:

@@ -21,6 +21,8 @@ from flextensor_fx.runtime.session_dir import SessionDir
 
 # The least alignment that compiled kernels take for granted, and the one that torch gives tensors of its own.
 _POINTER_ALIGN, _BEST_ALIGN = 16, 64
+_CONVERTED_BYTES = 1 << 20
+_SERIAL_ELEMENTS = 32_000  # torch gives more to several threads, which wait for each other where other work has the cores
 
 
 @dataclass(frozen=True)
@@ -186,8 +188,7 @@ class Store:
             StoreError: the disk failed. After a failed write, or an error of `pieces`, the weight has no value until a write
                 succeeds (an attached weight keeps the one in its file).
         """
-        dtype = self._place(key).spec.dtype
-        self._write(key, (piece.to(dtype) for piece in pieces))
+        self._write(key, _converted(self._place(key).spec.dtype, pieces))
 
     def _write(self, key: str, pieces: Iterable[torch.Tensor]) -> None:
         place = self._place(key)
@@ -386,6 +387,20 @@ class Store:
 
     def __reduce__(self) -> Any:
         raise TypeError("a Store holds open files and cannot be pickled or copied")
+
+
+def _converted(dtype: torch.dtype, pieces: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The pieces as `dtype`, in memory that is small enough for the processor's caches and used again."""
+    count = _SERIAL_ELEMENTS * max(1, _CONVERTED_BYTES // (_SERIAL_ELEMENTS * dtype.itemsize))
+    scratch = torch.empty(count, dtype=dtype)
+    for piece in pieces:
+        if piece.dtype == dtype:
+            yield piece
+            continue
+        for part in piece.split(count):
+            for to, values in zip(scratch.split(_SERIAL_ELEMENTS), part.split(_SERIAL_ELEMENTS), strict=False):
+                to[: values.numel()].copy_(values)
+            yield scratch[: part.numel()]
 
 
 def _stamp(file: PositionalFile) -> tuple[int, int]:
