@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 import flextensor_fx
 from compiling import assert_equal, fresh_compiler, resident, session_of, streamed_names
-from flextensor_fx.errors import LoadError, OffloadError
+from flextensor_fx.errors import LoadError, OffloadError, StoreError
 from flextensor_fx.runtime.layout import RAW_DTYPES
 from flextensor_fx.runtime.parameter import OffloadedParameter
 
@@ -338,3 +339,31 @@ def test_state_beside_tensors_comes_from_a_mapping(tmp_path: Path) -> None:
     safetensors.torch.save_file(state, tmp_path / "a.safetensors")
     with pytest.raises(LoadError, match=r'Missing key\(s\) in state_dict: "_extra_state"'):
         flextensor_fx.load(Stateful(4, 4), tmp_path, CONFIG)
+
+
+@pytest.mark.parametrize("shift", [0, 1, 8])
+def test_what_host_memory_has_no_room_for_is_mapped_from_its_file(shift: int, tmp_path: Path) -> None:
+    net, tokens = trained(144), torch.randint(0, 40, (5,))
+    path = Path(one_file(net, tmp_path))
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = raw[8 : 8 + length].ljust(length + shift)
+    path.write_bytes(len(header).to_bytes(8, "little") + header + raw[8 + length :])
+    config = {**CONFIG, "store": "host", "host_budget": 100_000, "inner_backend": "aot_eager"}
+    model = on_meta(144)
+    flextensor_fx.load(model, path, config)
+    store = session_of(model).engine.store
+    assert store.host_bytes <= 100_000
+    assert len(store._in_place) == (0 if shift == 1 else 3)
+    expected = net(tokens)
+    with torch.no_grad():
+        assert_equal(torch.compile(model, backend=flextensor_fx.flextensor)(tokens), expected.detach())
+        before = path.read_bytes()
+        model.layers[2].weight.zero_()
+        assert not model.layers[2].weight.any()
+        assert path.read_bytes() == before
+        if shift != 1:
+            path.write_bytes(bytes(len(before)))
+            os.utime(path, (1, 1))
+            with pytest.raises(StoreError, match="as it was when it was attached"):
+                model.layers[1].weight.sum()
