@@ -17,6 +17,7 @@ from .errors import (
 from .loading import load
 from .offloaded_dict import OffloadedDict
 from .offloading import offload, release
+from .packaging import load_package
 from .profile import Profile
 from .profiling import profile
 from .program import Program
@@ -45,6 +46,7 @@ __all__ = [
     "StoreError",
     "flextensor",
     "load",
+    "load_package",
     "load_program",
     "offload",
     "profile",

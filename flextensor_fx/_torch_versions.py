@@ -16,7 +16,7 @@ For a new release run the tests with it, and add a line:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -104,6 +104,17 @@ def graph_from_json(
     return ExportedProgramDeserializer().deserialize(program, state, constants)
 
 
+def load_ahead(file: str) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
+    """The compiled graph in a package of AOTInductor: takes a list of tensors, which it empties, and returns one.
+
+    Called by its loader, since the callable around that reads the structure of arguments anew at every call.
+    """
+    from torch._inductor import aoti_load_package
+
+    loader: Any = aoti_load_package(file).loader
+    return loader.boxed_run
+
+
 def recompile_limit() -> int:
     """How many graphs Dynamo makes of one code object before it gives up."""
     return torch._dynamo.config.recompile_limit
@@ -132,6 +143,7 @@ __all__ = [
     "graph_from_json",
     "graph_to_json",
     "is_compile_wrapper",
+    "load_ahead",
     "profiler_enabled",
     "recompile_limit",
     "root_frame",

@@ -22,7 +22,7 @@ from .device_graphs import wants_graphs
 from .device_rates import rates_of
 from .gradients import differentiable_outputs, refuse_gradients
 from .graph_record import GraphRecord
-from .inner import Kind, compile_alone, compile_inner
+from .inner import Inner, Kind, compile_alone, compile_inner
 from .mutations import mutated_placeholders
 from .passes.fetches import FetchSpec, fetch_nodes
 from .passes.pipeline import Limit, Pipeline, PoolTooSmall, lower, preview
@@ -49,12 +49,22 @@ class Weight:
 class Compilation:
     """The compiling of one captured graph; it is changed nowhere, a copy is.
 
+    Args:
+        inner: the inner compiler.
+
     Attributes:
         fetched: the placeholders that became fetches.
         captured: the copy, with fetches, or with what an inner compiler that works in place has made of them.
     """
 
-    def __init__(self, module: GraphModule, config: OffloadConfig, weights: Mapping[Node, Weight]) -> None:
+    def __init__(
+        self,
+        module: GraphModule,
+        config: OffloadConfig,
+        weights: Mapping[Node, Weight],
+        inner: Inner = compile_inner,
+    ) -> None:
+        self.inner = inner
         self.module = module
         self.config = config
         self.weights = weights
@@ -95,7 +105,7 @@ class Compilation:
         kept = [place for place, node in enumerate(placeholders) if node not in streamed]
         # An offloaded weight that is no fetch (the graph changes it) comes in as a tensor over the store's file.
         examples = [v.plain() if isinstance(v := inputs[place], OffloadedParameter) else v for place in kept]
-        compiled = compile_inner(captured, examples, self.config, self._lower, self._check)
+        compiled = self.inner(captured, examples, self.config, self._lower, self._check)
         mapped = any(isinstance(inputs[p], OffloadedParameter) for p in kept)
         if wants_graphs(self.config):
             compiled = of_open_stores(compiled, tuple(self.sessions))

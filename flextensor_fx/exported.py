@@ -15,7 +15,6 @@ from . import _sources
 from .errors import OffloadError
 from .named_tensors import NamedTensors
 from .passes import ops
-from .passes.metadata import function_name
 from .program_inputs import ProgramInputs
 from .tree import ModuleTree
 
@@ -129,8 +128,6 @@ def flatten(program: ExportedProgram) -> FlatProgram:
 def hold(program: ExportedProgram) -> NamedTensors:
     """The tensors of a program, as the modules that their names speak of. They share memory with the program's."""
     signature = program.graph_signature
-    # Of a program, which runs forward only, the flag matters for how a matmul is computed, and for nothing else.
-    flagged = any(function_name(node) == "matmul" for node in program.graph.nodes)
     named: dict[str, Any] = {**program.state_dict, **program.constants}
     parameters: dict[str, nn.Parameter] = {}
     buffers: dict[str, Tensor] = {}
@@ -144,7 +141,7 @@ def hold(program: ExportedProgram) -> NamedTensors:
         if spec.kind is InputKind.PARAMETER:
             key = _sources.storage_key(value)
             if key not in known:
-                known[key] = nn.Parameter(value.detach(), requires_grad=flagged and value.requires_grad)
+                known[key] = nn.Parameter(value.detach(), requires_grad=value.requires_grad)
             parameters[name] = known[key]
         else:
             buffers[name] = value.detach()

@@ -20,6 +20,7 @@ from torch.fx import Graph, GraphModule
 from .config import OffloadConfig
 from .direct_calls import lower_to_direct_calls
 from .errors import ConfigError
+from .passes.metadata import value_of
 from .passes.realized import Realized, all_realized, aten_realized
 from .passes.tag_recompute import tag_recompute
 
@@ -50,6 +51,9 @@ Check = Callable[[GraphModule, Realized], None]
 """Looks at a backward graph when it is made. It is lowered at its first call, which is too late to plan for a larger pool."""
 
 Compiled = Callable[..., Any]
+
+Inner = Callable[[GraphModule, Sequence[Any], OffloadConfig, Lower, Check], Compiled]
+"""An inner compiler, called as `compile_inner`."""
 
 
 def compile_inner(
@@ -139,6 +143,45 @@ def _inductor(
     with _without_autograd_cache():
         compiled: Any = compile_fx(module, inputs, inner_compile=lower_then_compile, config_patches=options)
     return compiled
+
+
+def compile_ahead(
+    module: GraphModule, inputs: Sequence[Any], config: OffloadConfig, lower: Lower, check: Check, *, file: str
+) -> Compiled:
+    """As `compile_inner`, by AOTInductor to a package of its own in `file`; with gradients off.
+
+    Args:
+        inputs: not used: fake values are in the graph.
+    """
+    from torch._inductor import aot_compile
+    from torch._inductor.package import package_aoti
+
+    lower_to_direct_calls()
+
+    def lower_and_record(graph: Graph) -> None:
+        assert graph.owning_module is not None
+        lowering = lower(graph.owning_module, aten_realized, "inference")
+        try:
+            lowering.run(graph.owning_module)
+        except Exception as error:  # Inductor wraps it
+            made.error = error
+            raise
+        lowering.record()
+
+    options = user_options(config)
+    made: Any = _followed_by(options.get("post_grad_custom_post_pass"), lower_and_record, uuid.uuid4().hex)
+    made.error = None
+    options |= {"post_grad_custom_post_pass": made, "aot_inductor.package": True}
+    examples = tuple(value_of(node) for node in module.graph.find_nodes(op="placeholder"))
+    try:
+        parts = aot_compile(module, examples, options=options)
+    except Exception:
+        if made.error is not None:
+            raise made.error from None
+        raise
+    assert isinstance(parts, list)
+    package_aoti(file, parts)
+    return module.forward
 
 
 def compile_alone(module: GraphModule, inputs: Sequence[Any], config: OffloadConfig) -> Compiled:

@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from .runtime.host_engine import HostEngine
 from .runtime.layout import WeightSpec
 from .session import Session
 
+if TYPE_CHECKING:
+    from .program import Program
+
 Model = TypeVar("Model", bound=nn.Module)
 
 _BAR_AFTER_S = 2.0
@@ -38,7 +41,7 @@ _BAR_AFTER_S = 2.0
 def load(
     model: Model,
     weights: Weights,
-    config: OffloadConfig | Mapping[str, Any],
+    config: OffloadConfig | Mapping[str, Any] | None = ...,
     *,
     strict: bool = ...,
     progress: bool = ...,
@@ -47,28 +50,32 @@ def load(
 def load(
     model: Mapping[str, Any],
     weights: Weights,
-    config: OffloadConfig | Mapping[str, Any],
+    config: OffloadConfig | Mapping[str, Any] | None = ...,
     *,
     strict: bool = ...,
     progress: bool = ...,
 ) -> OffloadedDict: ...
 @overload
 def load(
+    model: Program, weights: Weights, config: None = ..., *, strict: bool = ..., progress: bool = ...
+) -> Program: ...
+@overload
+def load(
     model: Callable[[], Model],
     weights: Weights,
-    config: OffloadConfig | Mapping[str, Any],
+    config: OffloadConfig | Mapping[str, Any] | None = ...,
     *,
     strict: bool = ...,
     progress: bool = ...,
 ) -> Model: ...
 def load(
-    model: nn.Module | Callable[[], nn.Module] | Mapping[str, Any],
+    model: nn.Module | Callable[[], nn.Module] | Mapping[str, Any] | Program,
     weights: Weights,
-    config: OffloadConfig | Mapping[str, Any],
+    config: OffloadConfig | Mapping[str, Any] | None = None,
     *,
     strict: bool = True,
     progress: bool = True,
-) -> nn.Module | OffloadedDict:
+) -> nn.Module | OffloadedDict | Program:
     """Fills a model from files, with the selected weights going to the store, so that it is never in memory as a whole.
 
     Everything is checked and planned from headers before a value is read, and the model is changed last: after an error or an
@@ -85,20 +92,28 @@ def load(
 
     Args:
         model: a module on the meta device, or with values, which are replaced; a mapping of names to tensors; or a function that
-            makes a module, which is called with parameters on the meta device and real buffers.
+            makes a module, which is called with parameters on the meta device and real buffers; or a `Program` of an export
+            on the meta device.
         weights: a safetensors file, a list of them, a directory of them, with or without an index, an index, or a mapping.
-        config: an `OffloadConfig`, or a mapping of its fields; with a `profile`, patterns and plan come from there.
+        config: an `OffloadConfig`, or a mapping of its fields; with a `profile`, patterns and plan come from there. A program has
+            its own.
         strict: whether missing and unexpected names are an error; else they are a warning, and what is missing stays as it is.
         progress: show a bar on stderr if that is a terminal and it takes long.
 
     Returns:
-        The module; for a mapping, an `OffloadedDict`.
+        The module or the program; for a mapping, an `OffloadedDict`.
 
     Raises:
         LoadError: the weights and the model do not fit, worded as by `load_state_dict`, or the weights cannot be found.
         OffloadError: (another of its kinds) the configuration, the patterns or the budget cannot work, or the model is offloaded.
         StoreError: a file cannot be read, or the store not written.
     """
+    from .program import Program
+
+    if isinstance(model, Program):
+        if config is not None:
+            raise OffloadError("load: expected no config for a program, which was rewritten with one; leave it out")
+        return model.fill(weights, strict=strict, progress=progress)
     config = OffloadConfig.resolve(config)
     made = _as_module(model)
     root = _frames.unwrap(made)

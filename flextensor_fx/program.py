@@ -22,6 +22,7 @@ from .compilation import Compilation, Weight
 from .config import OffloadConfig
 from .errors import ConfigError, LoadError, ProgramError
 from .exported import FlatProgram
+from .inner import Inner, compile_inner
 from .loading import Bar, Filling
 from .matching import match
 from .named_tensors import NamedTensors
@@ -37,9 +38,11 @@ class Program:
     Attributes:
         graph_module: the rewritten graph, prefetch and wait in plain sight. Its placeholders are the tensors that stay, then the
             leaves of the arguments.
+        fingerprint: of the file that it was loaded from or last saved to; "" where there is none.
     """
 
     graph_module: GraphModule
+    fingerprint: str
 
     def __init__(
         self,
@@ -58,6 +61,7 @@ class Program:
         self._slots = [holder.place(strip_wrappers(target)) for target in flat.targets]
         with torch.no_grad():
             self._run, self.graph_module = self._interpreted()
+        self.fingerprint = ""
         self.record = session.graphs[-1] if session.graphs else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -68,9 +72,9 @@ class Program:
             GradientError: one of them requires a gradient.
             StoreError: a weight cannot be read, or the program has been closed.
         """
-        leaves = self._leaves(args, kwargs)
+        leaves = self.leaves(args, kwargs)
         with torch.no_grad():
-            return self._result(self._run(*self._tensors(), *leaves))
+            return self.result(self._run(*self._tensors(), *leaves))
 
     def compile(self, **options: Any) -> Callable[..., Any]:
         """The program through the inner compiler, by default Inductor; called like the program.
@@ -127,7 +131,18 @@ class Program:
             tuple(saved),
             {},
         )
-        write_program(file, self._exported, record, tensors)
+        self.fingerprint = write_program(file, self._exported, record, tensors)
+
+    def package(self, path: str | os.PathLike[str]) -> None:
+        """Compiles the graph by AOTInductor, and writes it with the program to a new directory; `load_package` reads it.
+
+        Raises:
+            ProgramError: `path` exists, or as `save`.
+            StoreError: as `save`.
+        """
+        from .packaging import package
+
+        package(self, path)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The tensors of the program by name, those that are streamed too."""
@@ -149,7 +164,7 @@ class Program:
     def _tensors(self) -> list[Tensor]:
         return [held(module, name) for module, name in self._slots]
 
-    def _leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         if not self.has_values:
             raise ProgramError(
                 f"program {self.session.uid}: expected weights with values, found those of an export on the meta device; call "
@@ -188,7 +203,9 @@ class Program:
     ) -> None:
         with contextlib.closing(checkpoint):
             matching = match(self._holder, checkpoint)
-            matching = replace(matching, missing=tuple(n for n in matching.missing if self._holder.tensor(n).numel()))
+            self._fill_empty()
+            absent = tuple(name for name in matching.missing if held(*self._holder.place(name)).is_meta)
+            matching = replace(matching, missing=absent)
             matching.refuse(self.session.uid, strict)
             if lacking := [place.name for place in matching.unfilled if place.name not in buffers]:
                 raise LoadError(
@@ -202,17 +219,50 @@ class Program:
             filling.run()
         self.has_values = True
 
-    def _result(self, outputs: Any) -> Any:
+    def _fill_empty(self) -> None:
+        """Tensors without elements are in no file, and have all that they need."""
+        device = self.session.tier.device
+        for module in self._holder.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.is_meta and parameter.numel() == 0:
+                    module._parameters[name] = nn.Parameter(
+                        torch.empty_like(parameter, device=device), parameter.requires_grad
+                    )
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta and buffer.numel() == 0:
+                    module._buffers[name] = torch.empty_like(buffer, device=device)
+
+    def result(self, outputs: Any) -> Any:
         flat = self._flat
         leaves = [c if place is None else outputs[place] for place, c in zip(flat.outputs, flat.constants, strict=True)]
         return pytree.tree_unflatten(leaves, flat.out_spec)
 
+    def compilation(self, config: OffloadConfig, inner: Inner = compile_inner) -> Compilation:
+        """One more compiling of the graph."""
+        return Compilation(self._flat.module, config, _weights(self._flat, self._holder, self.session), inner)
+
+    def inputs_by_place(self) -> list[Any]:
+        """What the flat graph takes, as far as it is known before a call."""
+        return [*self._tensors(), *[None] * len(self._flat.inputs.leaves)]
+
+    @property
+    def takes_numbers(self) -> bool:
+        """Whether any argument is a number that may vary."""
+        return any(leaf.kind not in (None, Tensor) for leaf in self._flat.inputs.leaves)
+
+    def slot(self, target: str) -> tuple[nn.Module, str]:
+        """The place that holds a tensor."""
+        return self._slots[self._flat.targets.index(target)]
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Names of its tensors, in the order of the graph."""
+        return self._flat.targets
+
     def _interpreted(self) -> tuple[Callable[..., Any], GraphModule]:
         config = replace(self._config, inner_backend="eager", inner_mode=None, inner_options=None)
-        compilation = Compilation(self._flat.module, config, _weights(self._flat, self._holder, self.session))
-        given = len(self._flat.inputs.leaves)
-        run = compilation.run_until_it_fits([*self._tensors(), *[None] * given])
-        return run, compilation.captured
+        compilation = self.compilation(config)
+        return compilation.run_until_it_fits(self.inputs_by_place()), compilation.captured
 
 
 COMPILING = frozenset(("inner_backend", "inner_mode", "inner_options", "dump_dir"))
@@ -226,15 +276,14 @@ class CompiledProgram:
         self.session = program.session
         shell = _Shell(program)
         options = {name: getattr(config, name) for name in COMPILING}
-
         self._compiled = torch.compile(shell, backend=flextensor, fullgraph=True, options=options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the program's."""
         program = self._program
-        leaves = program._flat.inputs.with_free_sizes(program._leaves(args, kwargs))
+        leaves = program._flat.inputs.with_free_sizes(program.leaves(args, kwargs))
         with torch.no_grad():
-            return program._result(self._compiled(*leaves))
+            return program.result(self._compiled(*leaves))
 
 
 class _Shell(nn.Module):

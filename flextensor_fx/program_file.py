@@ -146,8 +146,8 @@ class SavedProgram:
 # --- writing -----------------------------------------------------------------------------------------------------------
 
 
-def write_program(path: Path, exported: ExportedProgram, record: ProgramRecord, tensors: Mapping[str, Tensor]) -> None:
-    """Writes a program file; whatever `path` named before is replaced once all is written.
+def write_program(path: Path, exported: ExportedProgram, record: ProgramRecord, tensors: Mapping[str, Tensor]) -> str:
+    """Writes a program file and returns its fingerprint; whatever `path` named before is replaced once all is written.
 
     Args:
         record: with digests still missing.
@@ -163,7 +163,7 @@ def write_program(path: Path, exported: ExportedProgram, record: ProgramRecord, 
         raise ProgramError(f"{path}: the graph cannot be saved: {type(error).__name__}: {error}") from error
     specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
     blank = dict.fromkeys([*tensors, _GRAPH], "0" * 64)
-    size = len(_text(record, blank))
+    size = len(_FORM.to_text(replace(record, digests=blank)).encode())
     texts = [WeightSpec(name, (n,), (1,), torch.uint8) for name, n in ((_GRAPH, len(graph)), (_RECORD, size))]
     container = lay_out([*specs, *texts], {_DIGEST: "0" * 64})
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -175,13 +175,15 @@ def write_program(path: Path, exported: ExportedProgram, record: ProgramRecord, 
             for name, tensor in tensors.items():
                 digests[name] = _write(file, container.entries[name], _bytes_of(tensor))
             digests[_GRAPH] = _write(file, container.entries[_GRAPH], memoryview(graph))
-            final = _text(record, digests)
+            record = replace(record, digests=digests)
+            final = _FORM.to_text(record).encode()
             digest = _write(file, container.entries[_RECORD], memoryview(final))
             file.write(memoryview(lay_out([*specs, *texts], {_DIGEST: digest}).header), 0)
             os.fsync(file.fd)
         finally:
             file.close()
         os.replace(partial, path)
+        return record.fingerprint
     except OSError as error:
         raise StoreError(
             f"{path}: {container.nbytes} bytes could not be written: {error.strerror}; save to a disk with more room"
@@ -206,10 +208,6 @@ def saved_tensor(name: str, kind: str, entry: str, tensor: Tensor) -> SavedTenso
 def portable(config: OffloadConfig) -> str:
     """A configuration without what speaks of this machine."""
     return json.dumps({name: value for name, value in config.asdict().items() if name not in _ELSEWHERE})
-
-
-def _text(record: ProgramRecord, digests: Mapping[str, str]) -> bytes:
-    return _FORM.to_text(replace(record, digests=dict(digests))).encode()
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -342,7 +340,7 @@ def _graph(who: str, data: bytes, record: ProgramRecord, namespaces: frozenset[s
     try:
         return graph_from_json(data, lambda program: checked_graph(program, namespaces), values)
     except OffloadError as error:
-        raise ProgramError(f"{who}: {error}") from error
+        raise ProgramError(f"{who}: {f'{error}'.removeprefix(f'{who}: ')}") from error
     except Exception as error:  # torch's reader raises what comes to hand
         raise ProgramError(
             f"{who}: its graph, which torch {record.torch} wrote, cannot be read by torch {torch.__version__}: "

@@ -85,7 +85,6 @@ def load_program(
     *,
     verify: bool = True,
     namespaces: Collection[str] = (),
-    progress: bool = True,
 ) -> Program:
     """Reads a program that `Program.save` wrote; no code of its model is needed.
 
@@ -99,33 +98,46 @@ def load_program(
             weights goes unseen.
         namespaces: of operators beside torch's own that the graph may call. A file is never trusted: what it can say is checked
             before anything is made of it.
-        progress: show a bar on stderr if that is a terminal and it takes long.
 
     Raises:
         ProgramError: the file is no program, is damaged or altered, or does not fit this release.
         ConfigError: an option that would change the plan, or that this machine cannot do.
         StoreError: a tensor cannot be read.
     """
+    return load_program_as(None, Path(path), options, verify=verify, namespaces=namespaces)
+
+
+def load_program_as(
+    store: str | None,
+    path: Path,
+    options: Mapping[str, Any] | None = None,
+    *,
+    verify: bool = True,
+    namespaces: Collection[str] = (),
+) -> Program:
+    """As `load_program`, with keys that begin with `store`, which no living program may have; None takes a free name."""
     if wrong := sorted((options or {}).keys() - _OF_MACHINE - COMPILING):
         raise ConfigError(
             f"load_program: expected options among {', '.join(sorted(_OF_MACHINE | COMPILING))}, found {wrong[0]!r}; what shapes "
             "the plan is in the file"
         )
-    saved = read_program(Path(path), verify=verify, namespaces=namespaces)
+    saved = read_program(path, verify=verify, namespaces=namespaces)
     record, who = saved.record, f"program file {str(path)!r}"
     config = OffloadConfig(**{**saved.config.asdict(), **(options or {})})
     holder = hold(saved.exported)
     flat, config = _moved(flatten(saved.exported), config)
     try:
         session = _open(flat, holder, config, record)
+        session.rename(store)
     except OffloadError as error:
         raise ProgramError(f"{who}: its plan cannot be used: {error}") from error
     made = Program(saved.exported, flat, holder, session, config)
-    if not _same_schedule(made.record, record.graph):
+    if session.plan is not record.plan or not _same_schedule(made.record, record.graph):
         raise ProgramError(
             f"{who}: expected the schedule that it was saved with, found another; it was written by another release: rewrite the "
             "exported program and save it again"
         )
+    made.fingerprint = record.fingerprint
     made.fill_from(FileCheckpoint({Path(saved.path): tuple(saved.entries)}, lambda nbytes: None), {}, strict=True)
     return made
 

@@ -28,7 +28,7 @@ from .captured import CapturedGraph, Costs
 from .config import OffloadConfig
 from .device_memory import DeviceMemory
 from .device_rates import link_for
-from .errors import BudgetError
+from .errors import BudgetError, OffloadError
 from .graph_record import GraphRecord
 from .packing import find_packs, places
 from .passes.fetches import Packed
@@ -180,6 +180,18 @@ class Session:
         session._signature = signature_of(roots)
         session._filled = filled
         return session
+
+    def rename(self, uid: str | None) -> None:
+        """Gives the store another name before anything is in it; None leaves it.
+
+        Raises:
+            OffloadError: another store has that name.
+        """
+        if uid is None:
+            return
+        if registry.free_uid(uid) != uid:
+            raise OffloadError(f"store {uid!r} is open already; close what has it first")
+        self.uid = uid
 
     def refresh(self) -> None:
         """Takes up what the user has changed in the model since: parameters replaced, and modules put in, out or elsewhere.
