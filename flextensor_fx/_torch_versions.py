@@ -25,6 +25,7 @@ import torch._dynamo
 from torch import fx, nn
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.exc import BackendCompilerFailed
+from torch._guards import TracingContext
 from torch.export import ExportedProgram
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -129,7 +130,7 @@ def recompile_limit() -> int:
 
 def is_tracing() -> bool:
     """Whether a graph is being captured or compiled on this thread."""
-    return torch._guards.TracingContext.try_get() is not None
+    return TracingContext.try_get() is not None
 
 
 def storage_uses(tensor: torch.Tensor) -> int:

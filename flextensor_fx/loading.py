@@ -230,7 +230,8 @@ class Filling:
     def _files(self, pending: Sequence[Candidate]) -> dict[str, tuple[str, str]]:
         known = {source: c for c in pending if (source := self.source_of.get(c.name)) is not None}
         found = self.checkpoint.in_place({source: _spec(c.parameter) for source, c in known.items()})
-        self.in_place_bytes = sum(_sources.nbytes(known[source].parameter) for source in found)
+        if self.session is not None and not self.session.tier.on_host:
+            self.in_place_bytes = sum(_sources.nbytes(known[source].parameter) for source in found)
         return {known[source].name: entry for source, entry in found.items()}
 
     def _put_streamed(self, session: Session, keys: Mapping[str, str], undo: ExitStack) -> None:

@@ -419,11 +419,11 @@ class Session:
         begin, pending = time.perf_counter(), self._pending()
         if not pending:
             return {}
-        places = {} if self.tier.on_host else files(pending)
-        engine, keys = self._make_room(pending, places)
+        uses_files = not self.tier.on_host or self.config.host_budget is not None
+        engine, keys = self._make_room(pending, files(pending) if uses_files else {})
         try:
             for candidate in pending:
-                if candidate.name not in places:
+                if not engine.store.version(keys[candidate.name]):
                     write(candidate, keys[candidate.name], engine)
             engine.seal()
         except BaseException:
@@ -457,21 +457,17 @@ class Session:
     def _make_room(
         self, pending: Sequence[Candidate], files: Mapping[str, tuple[str, str]]
     ) -> tuple[Engine | HostEngine, dict[str, str]]:
-        """The engine, with room for what is not in `files`, and the keys by name."""
+        """The engine, with room for all that is pending, or a place in `files`, and the keys by name."""
         keys = {c.name: self.key(c.name) for c in pending}  # as the graph has them: the store is still without them
         packs = self._packs(pending)
         packed = places(packs, self.tier.device)
-        alone = [c for c in pending if c.name not in files and keys[c.name] not in packed]
+        alone = [c for c in pending if keys[c.name] not in packed]
         new = [WeightSpec(keys[c.name], tuple(p.shape), p.stride(), p.dtype) for c in alone for p in [c.parameter]]
         engine = self.engine
         if engine is None:
             engine = self.tier.open_engine(self.config, self.uid, max(self._page_pool, self.pool))
         try:
-            add_weights(engine, new, packs)
-            for path in sorted({path for path, _ in files.values()}):
-                entries = {keys[name]: entry for name, (file, entry) in files.items() if file == path}
-                assert isinstance(engine, Engine)
-                engine.store.attach(path, entries)
+            add_weights(engine, new, packs, {keys[name]: entry for name, entry in files.items()})
         except BaseException:
             if self.engine is None:
                 engine.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -102,13 +102,25 @@ class Tier:
         return HostEngine(uid, store, self.accelerator, pool_bytes)
 
 
-def add_weights(engine: Engine | HostEngine, specs: Sequence[WeightSpec], packs: Sequence[Pack]) -> None:
+def add_weights(
+    engine: Engine | HostEngine,
+    specs: Sequence[WeightSpec],
+    packs: Sequence[Pack],
+    files: Mapping[str, tuple[str, str]],
+) -> None:
     """Makes room for weights in the store of an engine; only host memory packs.
+
+    Args:
+        specs: of all weights that are in no pack.
+        files: by key, the (file, name in it) that has a weight just as the store would. On disk it is served from there; of host
+            memory only what has no room is.
 
     Raises:
         StoreError: there is no room.
     """
     if isinstance(engine, HostEngine):
-        engine.store.add(specs, packs)
-    elif specs:
-        engine.store.add(specs)
+        engine.store.add(specs, packs, files)
+        return
+    engine.store.add(spec for spec in specs if spec.key not in files)
+    for path in sorted({path for path, _ in files.values()}):
+        engine.store.attach(path, {key: name for key, (file, name) in files.items() if file == path})

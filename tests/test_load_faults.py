@@ -86,7 +86,8 @@ def test_a_load_that_fails_at_any_weight_leaves_nothing(
     net: Net, checkpoint: Path, store: str, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights are converted, so that all are written; the model has values or none."""
-    place, method = (Store, "write_pieces") if store == "disk" else (HostStore, "write_pieces")
+    place = Store if store == "disk" else HostStore
+    real = place.write_pieces
     for model in models(torch.float64):
         expected = {name: value.to(model.state_dict()[name].dtype) for name, value in net.state_dict().items()}
         before, values = snapshot(model), {n: v.clone() for n, v in model.state_dict().items()}
@@ -94,7 +95,7 @@ def test_a_load_that_fails_at_any_weight_leaves_nothing(
         for number in range(20):
             left = number
 
-            def failing(self: Any, key: str, pieces: Any, real: Any = getattr(place, method)) -> None:
+            def failing(self: Any, key: str, pieces: Any) -> None:
                 def some() -> Any:
                     nonlocal left
                     for piece in pieces:
@@ -106,7 +107,7 @@ def test_a_load_that_fails_at_any_weight_leaves_nothing(
                 real(self, key, some())
 
             with monkeypatch.context() as patch:
-                patch.setattr(place, method, failing)
+                patch.setattr(place, "write_pieces", failing)
                 try:
                     flextensor_fx.load(model, checkpoint, config(tmp_path, store=store))
                     break
@@ -129,10 +130,10 @@ def test_an_interrupt_while_the_model_is_changed_is_undone(
 ) -> None:
     from flextensor_fx import loading, session
 
+    real_put, real_stand_in = loading._put, session.Session._put_stand_in
     for model in models():
         before, values = snapshot(model), {n: v.clone() for n, v in model.state_dict().items()}
         left = moment
-        real_put, real_stand_in = loading._put, session.Session._put_stand_in
 
         def put(*args: Any, real: Any = real_put) -> Any:
             nonlocal left
@@ -276,7 +277,7 @@ def test_a_file_that_changes_afterwards_is_an_error_for_what_is_served_from_it_a
 # --- files that do not fit together ------------------------------------------------------------------------------------
 
 
-def _edit_index(edit: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+def _edit_index(edit: Callable[[dict[str, Any]], Any]) -> Callable[[Path], object]:
     def change(folder: Path) -> None:
         path = folder / "model.safetensors.index.json"
         data = json.loads(path.read_text())
@@ -285,11 +286,11 @@ def _edit_index(edit: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]
     return change
 
 
-def _write(name: str, data: bytes) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).write_bytes(data) and None
+def _write(name: str, data: bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(data)
 
 
-def _without_index(then: Callable[[Path], object]) -> Callable[[Path], None]:
+def _without_index(then: Callable[[Path], object]) -> Callable[[Path], object]:
     def change(folder: Path) -> None:
         (folder / "model.safetensors.index.json").unlink()
         then(folder)
@@ -297,7 +298,7 @@ def _without_index(then: Callable[[Path], object]) -> Callable[[Path], None]:
     return change
 
 
-_FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
+_FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "an absent file": (
         lambda folder: (folder / "model-1.safetensors").unlink(),
         r"1 files that are not there: model-1",
@@ -389,13 +390,8 @@ def test_hostile_headers_raise(net: Net, tmp_path: Path) -> None:
         with pytest.raises((StoreError, LoadError), match=r"a\.safetensors|size mismatch"):
             flextensor_fx.load(models()[0], file, config(tmp_path))
     facts = {"0.weight": {"shape": [64, 64], "stride": [64, 1], "dtype": "load"}}
-    for text in (
-        json.dumps(facts),
-        "[1]",
-        "3",
-        "{",
-        json.dumps({"0.weight": {**facts["0.weight"], "dtype": "float32", "stride": [0, 0]}}),
-    ):
+    folded = {"0.weight": {**facts["0.weight"], "dtype": "float32", "stride": [0, 0]}}
+    for text in (json.dumps(facts), "[1]", "3", "{", json.dumps(folded)):
         data = json.dumps({"__metadata__": {"flextensor_fx": text}, **header}).encode()
         file.write_bytes(len(data).to_bytes(8, "little") + data + raw[8 + length :])
         with pytest.raises((StoreError, LoadError), match=r"a\.safetensors"):

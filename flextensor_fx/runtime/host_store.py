@@ -91,14 +91,24 @@ class HostStore:
         self._slab_of: dict[str, _Slab] = {}
         self._pack_of: dict[str, str] = {}
         self._members: dict[str, tuple[str, ...]] = {}
+        self._in_place: set[str] = set()
         self._lock = threading.Lock()
         self._closed = False
 
-    def add(self, specs: Iterable[WeightSpec], packs: Iterable[Pack] = ()) -> None:
+    def add(
+        self,
+        specs: Iterable[WeightSpec],
+        packs: Iterable[Pack] = (),
+        files: Mapping[str, tuple[str, str]] | None = None,
+    ) -> None:
         """Make room for more weights, in this order; members of packs come with their packs and not in `specs`.
 
+        Args:
+            files: by key, the (safetensors file, name in it) that has a weight row-major and in its dtype. What is beyond the
+                limit has its value from there then: mapped, so that processes share it. Such a file must stay as it is.
+
         Raises:
-            StoreError: a key that the store already has, or there is no memory.
+            StoreError: a key that the store already has, there is no memory, or a file cannot be used.
         """
         self._check_open()
         packs = tuple(packs)
@@ -118,7 +128,10 @@ class HostStore:
                 ) from error
             self._fill_table(slabs[-1], group)
         self._slabs += slabs
-        if outside:
+        there = {key: entry for key, entry in (files or {}).items() if key in outside}
+        if there:
+            self._add_in_place(there)
+        if outside := {key: spec for key, spec in outside.items() if key not in there}:
             self._add_files(outside)
         for pack in packs:
             self._add_members(pack)
@@ -165,6 +178,24 @@ class HostStore:
             self._add(spec, source)
             self._pack_of[spec.key] = key
 
+    def _add_in_place(self, files: Mapping[str, tuple[str, str]]) -> None:
+        if self._files is None:
+            self._files = self._overflow()
+        for path in sorted({path for path, _ in files.values()}):
+            for spec in self._files.attach(path, {key: name for key, (file, name) in files.items() if file == path}):
+                source = self._files.private_map(spec.key)
+                if source is None:
+                    source = self._mappings.tensor(self._files, spec.key)  # a copy
+                else:
+                    self._in_place.add(spec.key)
+                self._add(spec, source)
+                self._versions[spec.key] = 1
+        self._note_limit()
+
+    def _note_limit(self) -> None:
+        limit = format_bytes(self._limit or 0)
+        self.unpinned_because = self.unpinned_because or f"host_budget is {limit}, the rest lies in files"
+
     def _add_files(self, specs: Mapping[str, WeightSpec]) -> None:
         if self._files is None:
             self._files = self._overflow()
@@ -173,8 +204,7 @@ class HostStore:
             # A first value, so that the file can be mapped; the weight's own follows.
             self._files.write(spec.key, torch.zeros(()).to(spec.dtype).expand(spec.shape))
             self._add(spec, self._mappings.tensor(self._files, spec.key))
-        limit = format_bytes(self._limit or 0)
-        self.unpinned_because = self.unpinned_because or f"host_budget is {limit}, the rest lies in files"
+        self._note_limit()
 
     def __contains__(self, key: object) -> bool:
         return key in self._specs
@@ -198,11 +228,14 @@ class HostStore:
         """The weight in host memory, of its shape, stride and dtype; with a storage of its own.
 
         Raises:
-            StoreError: as `spec`; also a weight that was never written.
+            StoreError: as `spec`; also a weight that was never written, or whose file was.
         """
         self.spec(key)
         if not self.version(key):
             raise StoreError(f"weight {key!r}: has never been written to the host store; write a value first")
+        if key in self._in_place:
+            assert self._files is not None
+            self._files.check_unchanged(key)
         return self._sources[key]
 
     def version(self, key: str) -> int:
@@ -261,6 +294,7 @@ class HostStore:
         with self._lock, torch.no_grad():
             try:
                 fill(self._sources[key])
+                self._in_place.discard(key)  # all its pages are of this process now
             finally:
                 # Also after a failure: a copy that began before must count as old.
                 self._versions[key] += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,11 +17,15 @@ import torch
 from flextensor_fx.errors import StoreError
 from flextensor_fx.runtime.container import ALIGN, lay_out, read_entries, round_up
 from flextensor_fx.runtime.fileio import PositionalFile, ReadCount, ShortRead
-from flextensor_fx.runtime.layout import WeightSpec, byte_view, check_storable
+from flextensor_fx.runtime.layout import WeightSpec, byte_view, check_storable, tensor_over
 from flextensor_fx.runtime.session_dir import SessionDir
 
 # The least alignment that compiled kernels take for granted, and the one that torch gives tensors of its own.
 _POINTER_ALIGN, _BEST_ALIGN = 16, 64
+_CONVERTED_BYTES = 1 << 20
+_SERIAL_ELEMENTS = (
+    32_000  # torch gives more to several threads, which wait for each other where other work has the cores
+)
 
 
 @dataclass(frozen=True)
@@ -186,8 +191,7 @@ class Store:
             StoreError: the disk failed. After a failed write, or an error of `pieces`, the weight has no value until a write
                 succeeds (an attached weight keeps the one in its file).
         """
-        dtype = self._place(key).spec.dtype
-        self._write(key, (piece.to(dtype) for piece in pieces))
+        self._write(key, _converted(self._place(key).spec.dtype, pieces))
 
     def _write(self, key: str, pieces: Iterable[torch.Tensor]) -> None:
         place = self._place(key)
@@ -279,6 +283,27 @@ class Store:
             self.write(key, value)
             place = self._place(key)
         return place.file.fd, place.offset
+
+    def private_map(self, key: str) -> torch.Tensor | None:
+        """The weight as a tensor over a private map of its file, which other processes share until this one writes to it.
+
+        None where its pointer would be no multiple of its elements' size. Before each use, call `check_unchanged`.
+        """
+        place = self._place(key)
+        if place.offset % place.spec.dtype.itemsize:
+            return None
+        pages = mmap.mmap(
+            place.file.fd, place.lead + place.spec.nbytes, mmap.MAP_PRIVATE, offset=place.offset - place.lead
+        )
+        return tensor_over(place.spec, np.frombuffer(pages, np.uint8), place.lead)
+
+    def check_unchanged(self, key: str) -> None:
+        """Sees that the user's file that serves a weight is as it was.
+
+        Raises:
+            StoreError: it was written to.
+        """
+        self._check_unchanged(self._place(key))
 
     def drop_cache(self) -> None:
         """Write all files to the disk and take them out of the page cache."""
@@ -386,6 +411,20 @@ class Store:
 
     def __reduce__(self) -> Any:
         raise TypeError("a Store holds open files and cannot be pickled or copied")
+
+
+def _converted(dtype: torch.dtype, pieces: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The pieces as `dtype`, in memory that is small enough for the processor's caches and used again."""
+    count = _SERIAL_ELEMENTS * max(1, _CONVERTED_BYTES // (_SERIAL_ELEMENTS * dtype.itemsize))
+    scratch = torch.empty(count, dtype=dtype)
+    for piece in pieces:
+        if piece.dtype == dtype:
+            yield piece
+            continue
+        for part in piece.split(count):
+            for to, values in zip(scratch.split(_SERIAL_ELEMENTS), part.split(_SERIAL_ELEMENTS), strict=False):
+                to[: values.numel()].copy_(values)
+            yield scratch[: part.numel()]
 
 
 def _stamp(file: PositionalFile) -> tuple[int, int]:
