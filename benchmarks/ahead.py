@@ -1,8 +1,8 @@
 """Is a program that is rewritten ahead of time as good as the compile backend, and what does the rewriting cost?
 
-1. A Llama, streamed at budgets of 25% and 50%: the time of a call of the rewritten program, compiled in process and as a package,
-   over that of the same model compiled by the backend; both from the page cache, calls interleaved, medians. The schedules must be
-   the same, and the numbers equal bit for bit.
+1. A Llama, streamed at budgets of 25% and 50%: the time of a call of the rewritten program, compiled in process and as a
+   package, over that of the same model compiled by the backend; all from the page cache, calls interleaved, medians. The
+   schedules must be the same, and the numbers equal bit for bit.
 2. Seconds that `rewrite` takes for graphs of up to 100,000 nodes, and whether that grows linearly.
 """
 

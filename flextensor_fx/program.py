@@ -294,6 +294,7 @@ class _Shell(nn.Module):
     def __init__(self, program: Program) -> None:
         super().__init__()
         self.graph = program._flat.module
+        assert self.graph.code  # has it written: Dynamo does not trace a module that has yet to write its own
         self.tensors = program._holder
         self._slots = [(m._parameters if name in m._parameters else m._buffers, name) for m, name in program._slots]
 
