@@ -1,7 +1,7 @@
 """How long does loading a model take that never fits in memory, and how much memory?
 
 A Llama of 2 GB on the meta device is loaded from sharded safetensors files whose pages are not in memory, at a budget of 25%.
-Every load is a process of its own, which has loaded a small model before; each is followed, or preceded, by plain reads.
+Every case is a process of its own, which has loaded a small model before; loads and plain reads take turns in it.
 
 1. Peak resident set over what the process had, in shares of the budget and the largest weight together: at most 1.05.
 2. In place (the files' dtype is the model's): time against one thread that reads all files into one buffer, in pieces of 64 MB
@@ -25,12 +25,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from _common import Check, Output, build_llama, command_line, finish
+from _common import Check, Output, build_llama, command_line, finish, paired
 from memory import measured
 
 import flextensor_fx
@@ -52,6 +53,7 @@ QUICK: dict[str, Any] = {
     "num_hidden_layers": 3,
 }
 PIECE = 64 << 20
+Found = dict[str, list[float]]
 CONFIG: dict[str, Any] = {"include_patterns": ["**"], "budget": "25%"}
 LAYERS: dict[str, Any] = {"include_patterns": ["model.layers.*"]}
 
@@ -61,22 +63,17 @@ def main() -> None:
     parser = command_line("load", __doc__)
     parser.add_argument("--case", choices=CASES, help="run this one in this process and print what it found as JSON")
     parser.add_argument("--folder", type=Path, help="where the files of a case are")
-    parser.add_argument("--number", type=int, default=0, help="of the round")
     args = parser.parse_args()
     sizes = QUICK if args.quick else FULL
     if args.case:
         with torch.no_grad():
-            print(json.dumps(CASES[args.case](sizes, args.folder, args.number)), flush=True)
+            print(json.dumps(CASES[args.case](sizes, args.folder, 1 if args.quick else 4)))
         return
     output = Output("load", args.quick)
     folder = Path(tempfile.mkdtemp(prefix="load-", dir="/var/tmp"))
     try:
         write_files(sizes, folder)
-        found: dict[str, list[dict[str, float]]] = {case: [] for case in CASES}
-        for number in range(1 if args.quick else 3):
-            for case in CASES:
-                if number == 0 or case in ROUNDS:
-                    found[case].append(in_process(case, args.quick, folder, number))
+        found = {case: in_process(case, args.quick, folder) for case in CASES}
     finally:
         shutil.rmtree(folder)
     judge(output, found)
@@ -85,16 +82,16 @@ def main() -> None:
 
 def write_files(sizes: dict[str, Any], folder: Path) -> None:
     """The checkpoints, by the names of their dtypes."""
-    model = build_llama(**sizes)
+    model: Any = build_llama(**sizes)
     for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
         model.to(dtype).save_pretrained(folder / name, max_shard_size="500MB")
     (folder / "store").mkdir()
     os.sync()
 
 
-def in_process(case: str, quick: bool, folder: Path, number: int) -> dict[str, float]:
+def in_process(case: str, quick: bool, folder: Path) -> Found:
     """What one case found."""
-    command = [sys.executable, __file__, "--case", case, "--folder", str(folder), "--number", str(number)]
+    command = [sys.executable, __file__, "--case", case, "--folder", str(folder)]
     command += ["--quick"] if quick else []
     # Of kernels that are alike, the first process to compile would pay for the others.
     caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder / f"kernels-{list(CASES).index(case)}")}
@@ -102,30 +99,27 @@ def in_process(case: str, quick: bool, folder: Path, number: int) -> dict[str, f
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def judge(output: Output, found: dict[str, list[dict[str, float]]]) -> None:
+def judge(output: Output, found: dict[str, Found]) -> None:
     """The tables and the bounds."""
-
-    def middle(case: str, *names: str) -> float:
-        values = [[run[name] for name in names] for run in found[case]]
-        return median(a / b for a, b in values) if len(names) == 2 else median(a for (a,) in values)
-
+    columns = ("seconds", "plain", "read all", "first call")
     rows = []
-    for case, runs in found.items():
-        row: dict[str, Any] = {"load": case, "s": middle(case, "seconds"), "peak MB": middle(case, "peak") / 1e6}
-        row["allowed MB"] = middle(case, "allowed") / 1e6 if "allowed" in runs[0] else None
-        row["plain s"] = middle(case, "plain") if "plain" in runs[0] else None
-        row["read all s"] = middle(case, "read all")
-        row["first call s"] = runs[0].get("first call")
-        rows.append(row)
-    output.table("medians of paired runs", rows)
-    for case in ("in place", "bfloat16 to float32", "float32 to bfloat16"):
-        output.check(Check(f"{case}: peak / (budget and largest weight)", middle(case, "peak", "allowed"), 1.05))
-    output.check(Check("in place: time / reading all files", middle("in place", "seconds", "read all"), 1.2))
-    for case in ("layers in place", "bfloat16 to float32", "float32 to bfloat16"):
-        output.check(Check(f"{case}: time / plain work on the same bytes", middle(case, "seconds", "plain"), 1.2))
-    theirs = found["accelerate, layers on disk"][0]
+    for case, numbers in found.items():
+        row: dict[str, Any] = {"load": case, "peak MB": numbers["peak"][0] / 1e6}
+        row["allowed MB"] = numbers["allowed"][0] / 1e6 if "allowed" in numbers else None
+        rows.append(row | {f"{name} s": median(numbers[name]) if name in numbers else None for name in columns})
+    output.table("medians", rows)
+    converted = ("bfloat16 to float32", "float32 to bfloat16")
+    for case in ("in place", *converted):
+        ratio = found[case]["peak"][0] / found[case]["allowed"][0]
+        output.check(Check(f"{case}: peak / (budget and largest weight)", ratio, 1.05))
+    first = found["in place"]
+    output.check(Check("in place: time / reading all files", paired(first["seconds"], first["read all"]), 1.2))
+    for case in ("layers in place", *converted):
+        ratio = paired(found[case]["seconds"], found[case]["plain"])
+        output.check(Check(f"{case}: time / plain work on the same bytes", ratio, 1.2))
+    ours, theirs = found["layers in place"], found["accelerate, layers on disk"]
     for what in ("seconds", "peak"):
-        ratio = middle("layers in place", what) / theirs[what]
+        ratio = ours[what][0] / theirs[what][0]
         output.check(Check(f"layers in place: {what} / accelerate's", ratio, 1.0))
 
 
@@ -135,79 +129,84 @@ def judge(output: Output, found: dict[str, list[dict[str, float]]]) -> None:
 def loaded(
     sizes: dict[str, Any],
     folder: Path,
-    number: int,
+    rounds: int,
     files: str,
     dtype: torch.dtype,
     config: dict[str, Any],
     call: bool = False,
-) -> dict[str, float]:
-    """One load, and the plain work on the same bytes, by turns the first."""
+) -> Found:
+    """Loads and the plain work on the same bytes, by turns the first; the peak is that of the first load of all."""
     config = {**config, "store_dir": folder / "store"}
     shards = sorted((folder / files).glob("*.safetensors"))
+    copies = files != str(dtype).removeprefix("torch.")
     small = {**QUICK, "num_hidden_layers": 1, "vocab_size": 64}
     state = {name: value.half() for name, value in build_llama(**small).state_dict().items()}
     flextensor_fx.release(flextensor_fx.load(on_meta(small, torch.float32), state, {**CONFIG, "budget": "90%"}))
+    found: Found = {"seconds": [], "plain": [], "read all": []}
+    streamed: set[str] = set()
+    written = 0
 
-    def ours() -> dict[str, float]:
-        model, seconds = on_meta(sizes, dtype), []
-        numbers = measured(lambda: seconds.append(timed(lambda: load(model, folder / files, config), shards)))
-        result = {"seconds": seconds[0], "peak": float(numbers["peak"] - numbers["before"])}
-        report = flextensor_fx.report(model)
-        if report.budget is not None:
-            result["allowed"] = float(report.budget + max(parameter.nbytes for parameter in model.parameters()))
-        if call:
-            result["first call"] = first_call(
-                torch.compile(model, backend=flextensor_fx.flextensor, fullgraph=True), sizes
-            )
-        streamed.extend(flextensor_fx.offloading.find_sessions(model)[0].moved)
-        written.append(sum(unit.streamed_bytes for unit in report.units))
-        return result
-
-    def plain() -> dict[str, float]:
-        gc.collect()
-        copies = files != str(dtype).removeprefix("torch.")
-        wanted = None if copies else lambda name: name not in streamed
-
+    def ours(model: Any) -> None:
         def work() -> None:
-            kept = read(shards, wanted)
-            write(folder / "store" / "plain", written[0] if copies else 0)
+            flextensor_fx.load(model, folder / files, config, progress=False)
+
+        found["seconds"].append(timed(work, shards))
+
+    def plain() -> None:
+        def work() -> None:
+            kept = read(shards, None if copies else lambda name: name not in streamed)
+            write(folder / "store" / "plain", written if copies else 0)
             del kept
 
-        return {"plain": timed(work, shards)}
+        found["plain"].append(timed(work, shards))
 
-    streamed: list[str] = []
-    written: list[int] = []
-    begin = {"read all": timed(lambda: read(shards, None), shards)} if number % 2 else {}
-    found = {**ours(), **plain()}
-    return {**found, **(begin or {"read all": timed(lambda: read(shards, None), shards)})}
+    model = on_meta(sizes, dtype)
+    numbers = measured(partial(ours, model))
+    found["peak"] = [float(numbers["peak"] - numbers["before"])]
+    report = flextensor_fx.report(model)
+    streamed.update(flextensor_fx.offloading.find_sessions(model)[0].moved)
+    written = sum(unit.streamed_bytes for unit in report.units)
+    if report.budget is not None:
+        found["allowed"] = [float(report.budget + max(parameter.nbytes for parameter in model.parameters()))]
+    if call:
+        compiled = torch.compile(model, backend=flextensor_fx.flextensor, fullgraph=True)
+        found["first call"] = [first_call(compiled, sizes)]
+        del compiled
+        torch._dynamo.reset()
+    del model
+    for number in range(rounds):
+        gc.collect()
+        found["read all"].append(timed(lambda: read(shards, None), shards))
+        if number:
+            for work in (plain, lambda: ours(on_meta(sizes, dtype)))[:: -1 if number % 2 else 1]:
+                work()
+                gc.collect()
+        else:
+            plain()
+    return found
 
 
-def load(model: Any, files: Path, config: dict[str, Any]) -> None:
-    """Ours."""
-    flextensor_fx.load(model, files, config, progress=False)
-
-
-def in_place(sizes: dict[str, Any], folder: Path, number: int) -> dict[str, float]:
+def in_place(sizes: dict[str, Any], folder: Path, rounds: int) -> Found:
     """The files have the model's dtype."""
-    return loaded(sizes, folder, number, "float32", torch.float32, CONFIG)
+    return loaded(sizes, folder, rounds, "float32", torch.float32, CONFIG)
 
 
-def widened(sizes: dict[str, Any], folder: Path, number: int) -> dict[str, float]:
+def widened(sizes: dict[str, Any], folder: Path, rounds: int) -> Found:
     """From bfloat16 to float32."""
-    return loaded(sizes, folder, number, "bfloat16", torch.float32, CONFIG)
+    return loaded(sizes, folder, rounds, "bfloat16", torch.float32, CONFIG)
 
 
-def narrowed(sizes: dict[str, Any], folder: Path, number: int) -> dict[str, float]:
+def narrowed(sizes: dict[str, Any], folder: Path, rounds: int) -> Found:
     """From float32 to bfloat16."""
-    return loaded(sizes, folder, number, "float32", torch.bfloat16, CONFIG)
+    return loaded(sizes, folder, rounds, "float32", torch.bfloat16, CONFIG)
 
 
-def layers_in_place(sizes: dict[str, Any], folder: Path, number: int) -> dict[str, float]:
+def layers_in_place(sizes: dict[str, Any], folder: Path, rounds: int) -> Found:
     """All layers streamed, the rest resident; and a call."""
-    return loaded(sizes, folder, number, "float32", torch.float32, LAYERS, call=number == 0)
+    return loaded(sizes, folder, rounds, "float32", torch.float32, LAYERS, call=True)
 
 
-def by_accelerate(sizes: dict[str, Any], folder: Path, number: int) -> dict[str, float]:
+def by_accelerate(sizes: dict[str, Any], folder: Path, rounds: int) -> Found:
     """The same, by hooks."""
     from accelerate import init_empty_weights, load_checkpoint_and_dispatch
 
@@ -227,12 +226,11 @@ def by_accelerate(sizes: dict[str, Any], folder: Path, number: int) -> dict[str,
         load_checkpoint_and_dispatch(model, str(folder / "float32"), places, offload_folder=str(folder / "accelerate"))
 
     numbers = measured(lambda: seconds.append(timed(work, shards)))
-    result = {"seconds": seconds[0], "peak": float(numbers["peak"] - numbers["before"])}
-    result["first call"] = first_call(model, sizes)
-    return {**result, "read all": timed(lambda: read(shards, None), shards)}
+    result: Found = {"seconds": seconds, "peak": [float(numbers["peak"] - numbers["before"])]}
+    return {**result, "first call": [first_call(model, sizes)]}
 
 
-def resident(sizes: dict[str, Any], folder: Path, number: int) -> dict[str, float]:
+def resident(sizes: dict[str, Any], folder: Path, rounds: int) -> Found:
     """Everything in memory, by `load_state_dict`; and a call through Inductor."""
     from accelerate import init_empty_weights
     from safetensors.torch import load_file
@@ -248,12 +246,11 @@ def resident(sizes: dict[str, Any], folder: Path, number: int) -> dict[str, floa
             model.load_state_dict(values, strict=False, assign=True)
 
     numbers = measured(lambda: seconds.append(timed(work, shards)))
-    result = {"seconds": seconds[0], "peak": float(numbers["peak"] - numbers["before"])}
-    result["first call"] = first_call(torch.compile(model, fullgraph=True), sizes)
-    return {**result, "read all": timed(lambda: read(shards, None), shards)}
+    result: Found = {"seconds": seconds, "peak": [float(numbers["peak"] - numbers["before"])]}
+    return {**result, "first call": [first_call(torch.compile(model, fullgraph=True), sizes)]}
 
 
-CASES: dict[str, Callable[[dict[str, Any], Path, int], dict[str, float]]] = {
+CASES: dict[str, Callable[[dict[str, Any], Path, int], Found]] = {
     "in place": in_place,
     "bfloat16 to float32": widened,
     "float32 to bfloat16": narrowed,
@@ -261,13 +258,13 @@ CASES: dict[str, Callable[[dict[str, Any], Path, int], dict[str, float]]] = {
     "accelerate, layers on disk": by_accelerate,
     "resident, load_state_dict": resident,
 }
-ROUNDS = ("in place", "bfloat16 to float32", "float32 to bfloat16", "layers in place")
 
 
 def on_meta(sizes: dict[str, Any], dtype: torch.dtype) -> Any:
     """The model without values."""
     with torch.device("meta"):
-        return build_llama(**sizes).to(dtype)
+        model: Any = build_llama(**sizes)
+        return model.to(dtype)
 
 
 def first_call(call: Callable[..., Any], sizes: dict[str, Any]) -> float:
