@@ -152,6 +152,11 @@ class Program:
         """Removes the store. The program cannot be called any more; closing it again does nothing."""
         self.session.drop()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a Program holds open files and cannot be pickled or copied; use save and flextensor_fx.load_program"
+        )
+
     def __repr__(self) -> str:
         session = self.session
         return f"Program({session.uid}, {len(session.streamed)} of {len(session.nbytes)} selected weights streamed)"

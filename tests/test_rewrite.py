@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -247,6 +249,13 @@ def test_a_closed_program_cannot_be_called() -> None:
     program.close()
     with pytest.raises(StoreError, match=r"expected the store .* to be open"):
         form.call(program)
+
+
+def test_a_program_is_saved_and_not_pickled() -> None:
+    program = streaming(FORMS["repeated"].exported()[1])
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="use save"):
+            copied(program)
 
 
 def test_two_programs_of_one_export_do_not_meet() -> None:
