@@ -10,7 +10,8 @@ Every case is a process of its own, which has loaded a small model before; loads
 3. Converted (the files are bfloat16, or the model is): time against reading all bytes of the files so, and then writing as many
    as the store gets to a file, as a program does that reads and then writes: at most 1.2.
 4. Time and memory against those of accelerate's `load_checkpoint_and_dispatch` with all layers on disk, from the same files.
-5. Time until the first call of the compiled model has an answer, beside that of a model that is resident.
+5. Time until the first call of the compiled model has an answer, beside that of a model that is resident; accelerate's is not
+   compiled.
 """
 
 from __future__ import annotations
