@@ -8,7 +8,9 @@ For a new release run the tests with it, and add a line:
           which now stands between what `torch.compiler.disable` gave and what it was given. `Source.name` is a property; before,
           a method. Dynamo does not guard on whether parameters of a frozen base want gradients (tests/test_gradients.py).
           Once several threads have been in a function compiled with fullgraph=True, whatever its backend, Dynamo compiles no more
-          of any other function than comes before its first graph break; results stay right.
+          of any other function than comes before its first graph break; results stay right. A package of AOTInductor hands ops in
+          Python another dtype than it was compiled with (it numbers dtypes by another table); 2.13 does not. torch.export's
+          serializer always writes values too.
     2.12  `compile_fx_inner` takes one more keyword, which inner.py passes on as it comes.
     2.13  `CustomGraphPass.uuid` is that of a new base class; `FakeTensor` is made with other arguments, and is never made here.
     2.14  A guard has one more field. Generated code is laid out differently (tests/test_generated_code.py reads both).
@@ -16,6 +18,7 @@ For a new release run the tests with it, and add a line:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from types import FrameType, ModuleType
 from typing import Any
@@ -35,6 +38,10 @@ profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled
 """Whether autograd's profiler is running on this thread."""
 
 _WRAPPER = "compile_wrapper"
+
+
+PACKAGES_KEEP_DTYPES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+"""Whether ops that a package of AOTInductor calls get the dtypes that they were compiled with."""
 
 
 def is_compile_wrapper(frame: FrameType) -> bool:
@@ -78,9 +85,10 @@ def graph_to_json(program: ExportedProgram) -> bytes:
     """
     from torch._export.serde.serialize import serialize
 
-    data = serialize(
-        program, serialize_state_dict=False, serialize_constants=False, serialize_example_inputs=False
-    ).exported_program
+    # 2.11 cannot leave them out; on the meta device they are next to nothing.
+    values = ("serialize_state_dict", "serialize_constants", "serialize_example_inputs")
+    known = inspect.signature(serialize).parameters
+    data = serialize(program, **{name: False for name in values if name in known}).exported_program
     assert isinstance(data, bytes)
     return data
 
@@ -145,6 +153,7 @@ def storage_again(reference: StorageWeakRef) -> torch.UntypedStorage:
 
 
 __all__ = [
+    "PACKAGES_KEEP_DTYPES",
     "BackendCompilerFailed",
     "compile_lock",
     "copy_source",

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flextensor_fx._torch_versions import PACKAGES_KEEP_DTYPES
 from flextensor_fx.passes import ops
 from flextensor_fx.runtime import registry
 from flextensor_fx.runtime.transfers import TransferEngine
@@ -40,7 +41,7 @@ def wait(
         raise AssertionError(f"wait for {key!r}: its token carries no transfer; a compiler pass has replaced the token")
     engine, transfer = started
     weight = engine.finish(transfer)
-    if weight.dtype != dtype or weight.shape != tuple(size):
+    if weight.shape != tuple(size) or (weight.dtype != dtype and PACKAGES_KEEP_DTYPES):
         raise AssertionError(
             f"wait for {key!r}: compiled for {dtype} {tuple(size)}, the store holds {weight.dtype} {tuple(weight.shape)}"
         )
