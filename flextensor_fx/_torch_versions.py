@@ -88,7 +88,8 @@ def graph_to_json(program: ExportedProgram) -> bytes:
     # 2.11 cannot leave them out; on the meta device they are next to nothing.
     values = ("serialize_state_dict", "serialize_constants", "serialize_example_inputs")
     known = inspect.signature(serialize).parameters
-    data = serialize(program, **{name: False for name in values if name in known}).exported_program
+    options: dict[str, Any] = {name: False for name in values if name in known}
+    data = serialize(program, **options).exported_program
     assert isinstance(data, bytes)
     return data
 
