@@ -132,6 +132,11 @@ def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
     return _LazyGraphModule(root, graph)
 
 
+def mark_free(tensor: torch.Tensor, dims: Sequence[int]) -> None:
+    """Has Dynamo take the sizes of these dimensions for symbols where it can."""
+    torch._dynamo.maybe_mark_dynamic(tensor, list(dims))
+
+
 def recompile_limit() -> int:
     """How many graphs Dynamo makes of one code object before it gives up."""
     return torch._dynamo.config.recompile_limit
@@ -163,6 +168,7 @@ __all__ = [
     "graph_to_json",
     "is_compile_wrapper",
     "load_ahead",
+    "mark_free",
     "profiler_enabled",
     "recompile_limit",
     "root_frame",

@@ -14,6 +14,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from ._torch_versions import mark_free
 from .errors import GradientError, OffloadError
 from .passes.metadata import value_of
 
@@ -116,7 +117,7 @@ class ProgramInputs:
             free = [dim for dim, size in enumerate(leaf.shape) if not isinstance(size, int)]
             if free and leaf.kind is Tensor:
                 found[place] = values[place].detach()  # the mark is an attribute, and the caller's tensor is not ours
-                torch._dynamo.maybe_mark_dynamic(found[place], free)
+                mark_free(found[place], free)
         return found
 
     @property
