@@ -36,6 +36,7 @@ EVERYWHERE = (
     "torch._ops.OpOverload",
     "torch._ops.OpOverloadPacket",
     "torch.utils._pytree",
+    "torch.ops",
 )
 
 
