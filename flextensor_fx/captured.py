@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, strided
+from torch._ops import HigherOrderOperator
 from torch.fx import Graph, Node
 
 from ._torch_versions import source_name, source_of
@@ -24,7 +25,8 @@ _OF_MODULES = ("_modules", "_parameters", "_buffers")
 class Costs:
     """What a plan is made from: steps that use each weight (by name), ms per step, the link, and `fused` as in `plan`.
 
-    `activation_bytes` are at most alive at once; None where no graph tells.
+    `activation_bytes` are at most alive at once; None where no graph tells. `in_bodies` are the operators with bodies, such as
+    cond, that read a weight there, by name.
     """
 
     steps_of: Mapping[str, tuple[int, ...]]
@@ -32,6 +34,7 @@ class Costs:
     link: Link
     fused: frozenset[str] = frozenset()
     activation_bytes: int | None = None
+    in_bodies: Mapping[str, str] = field(default_factory=dict)
 
     def step_labels(self, label_of: Mapping[str, str], before: str = "") -> list[str]:
         """The label of each step: that of the first weight in `label_of` that it uses, or of the step before it if it uses none.
@@ -93,7 +96,14 @@ def captured_costs(
         for name in names[use.node]
     }
     activations = activation_peak(graph, keeps_all=torch.is_grad_enabled())
-    return Costs(steps_of, step_costs(graph, uses, rates), link, frozenset(fused), activations)
+    in_bodies = {
+        name: user.target.name()
+        for node in specs
+        for user in node.users
+        if isinstance(user.target, HigherOrderOperator)
+        for name in names[node]
+    }
+    return Costs(steps_of, step_costs(graph, uses, rates), link, frozenset(fused), activations, in_bodies)
 
 
 def input_places(placeholders: Sequence[Node]) -> tuple[int, ...]:

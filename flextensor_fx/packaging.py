@@ -37,12 +37,14 @@ class PackageRecord:
         program: fingerprint of the program file.
         torch: the release that compiled it.
         kept: names of the tensors that it is given, before the leaves of the arguments.
+        namespaces: of the operators beside torch's own that the program calls.
     """
 
     store: str
     program: str
     torch: str
     kept: tuple[str, ...]
+    namespaces: tuple[str, ...]
 
 
 _FORM = JsonFormat(PackageRecord, "package", 1, ProgramError, "Program.package", "package the program again")
@@ -85,14 +87,15 @@ def package(program: Program, path: str | os.PathLike[str]) -> None:
         partial.mkdir()
         program.save(partial / _PROGRAM)
         store = f"{program.session.uid}-{secrets.token_hex(4)}"
-        twin = load_program_as(store, partial / _PROGRAM)
+        namespaces = program.namespaces
+        twin = load_program_as(store, partial / _PROGRAM, namespaces=namespaces)
         try:
             kept = _compile(twin, str(partial / _CODE))
             twin.save(partial / _PROGRAM)  # its pool may be larger now
             fingerprint = twin.fingerprint
         finally:
             twin.close()
-        _FORM.save(PackageRecord(store, fingerprint, str(torch.__version__), kept), partial / _RECORD)
+        _FORM.save(PackageRecord(store, fingerprint, str(torch.__version__), kept, namespaces), partial / _RECORD)
         os.rename(partial, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -119,7 +122,7 @@ def load_package(
         raise ProgramError(
             f"{who}: expected torch {record.torch}, which compiled it, found {torch.__version__}; package the program again"
         )
-    program = load_program_as(record.store, directory / _PROGRAM, options, verify=verify)
+    program = load_program_as(record.store, directory / _PROGRAM, options, verify=verify, namespaces=record.namespaces)
     try:
         if program.fingerprint != record.program:
             raise ProgramError(f"{who}: expected the program that its graph was compiled from, found another")

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
@@ -26,6 +27,7 @@ from .inner import Inner, compile_inner
 from .loading import Bar, Filling
 from .matching import match
 from .named_tensors import NamedTensors
+from .program_check import TORCH_NAMESPACES
 from .program_file import ProgramRecord, SavedCosts, portable, saved_tensor, write_program
 from .runtime.layout import check_storable
 from .runtime.parameter import OffloadedParameter
@@ -251,6 +253,13 @@ class Program:
     def inputs_by_place(self) -> list[Any]:
         """What the flat graph takes, as far as it is known before a call."""
         return [*self._tensors(), *[None] * len(self._flat.inputs.leaves)]
+
+    @property
+    def namespaces(self) -> tuple[str, ...]:
+        """Of the operators beside torch's own that it calls; what `load_program` must be told to allow."""
+        graphs = (module.graph for module in self._flat.module.modules() if isinstance(module, GraphModule))
+        targets = (node.target for graph in graphs for node in graph.nodes)
+        return tuple(sorted({t.namespace for t in targets if isinstance(t, OpOverload)} - TORCH_NAMESPACES))
 
     @property
     def takes_numbers(self) -> bool:

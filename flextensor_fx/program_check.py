@@ -33,7 +33,7 @@ _DEVICE = re.compile(r"[a-z]+")
 _NUMBER = re.compile(r"-?\d{1,20}(\.\d{1,20})?(e-?\d{1,3})?")
 _LONGEST = 4000  # characters of an expression
 _MOST_POWERS, _GREATEST_POWER = 4, 8
-_NAMESPACES = frozenset(("aten", "prims"))
+TORCH_NAMESPACES = frozenset(("aten", "prims"))
 _REFUSED_OPS = frozenset(("aten::from_file",))  # reads and makes files
 _BODIES = frozenset(
     "cond while_loop scan map_impl associative_scan wrap_with_set_grad_enabled wrap_with_autocast invoke_subgraph "
@@ -95,7 +95,7 @@ class _Schema:
 
     def __init__(self, schema: ModuleType, namespaces: frozenset[str]) -> None:
         self._globals = vars(schema)
-        self._namespaces = _NAMESPACES | namespaces
+        self._namespaces = TORCH_NAMESPACES | namespaces
         self._parsers: dict[type, Parser] = {}
         self._rules: dict[str, Rule] = {
             **dict.fromkeys(_NAMED, _name),

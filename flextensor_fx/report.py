@@ -18,6 +18,7 @@ from .recording import one_session
 from .runtime.stats import EngineStats
 from .selection import Selection
 from .session import Session
+from .session_plan import FETCHED_BEFORE
 from .timeline import START, Provenance, Timeline, predicted_timeline
 
 
@@ -212,7 +213,9 @@ class Report:
         return "\n".join(lines)
 
     def _stays(self) -> str:
-        return "\n".join(f"stays resident: {name}: {reason}" for name, reason in self.stays)
+        lines = [f"stays resident: {name}: {reason}" for name, reason in self.stays]
+        inside = [(name, why.partition("; ")[2]) for name, why in self.plan.why.items() if FETCHED_BEFORE in why]
+        return "\n".join([*lines, *(f"streamed: {name}: {told}" for name, told in inside)])
 
 
 def report(compiled: Any, measured: Timeline | Iterable[Timeline] = ()) -> Report:

@@ -20,6 +20,9 @@ from .passes.schedule import format_bytes
 from .planner import Objective, Plan, plan
 from .profile import Profile, ProfiledWeight
 
+FETCHED_BEFORE = "fetched before"
+"""In a plan's reasons: of a weight that the body of an operator reads, such as a branch of cond."""
+
 
 def plan_weights(
     config: OffloadConfig,
@@ -75,6 +78,12 @@ def plan_weights(
                 f"{name}: {why}" for name, why in list(stays.items())[:3]
             )
         raise BudgetError(text, error.least) from None
+    told = {
+        name: f"{made.why[name]}; {FETCHED_BEFORE} {op}, whose body reads it"
+        for name, op in costs.in_bodies.items()
+        if name in made.streamed
+    }
+    made = replace(made, why={**made.why, **told}) if told else made
     if moved - set(made.streamed):  # moved away already: they stay streamed, and their room goes unused
         made = replace(
             made, streamed=(*made.streamed, *sorted(moved - set(made.streamed))), resident=made.resident - moved
@@ -131,7 +140,7 @@ def completed(costs: Costs, nbytes: Mapping[str, int]) -> Costs:
         if name not in steps_of:
             steps_of[name] = (len(step_ms),)
             step_ms.append(costs.link.copy_ms(size))
-    return Costs(steps_of, step_ms, costs.link, costs.fused, costs.activation_bytes)
+    return Costs(steps_of, step_ms, costs.link, costs.fused, costs.activation_bytes, costs.in_bodies)
 
 
 def shape_of(parameter: Tensor) -> tuple[int, ...] | None:

@@ -460,6 +460,7 @@ def test_operators_of_other_libraries_must_be_named(tmp_path: Path) -> None:
         form = Form(Model, (torch.randn(2, 8),), {}, {})
         program = streaming(form.exported()[1])
         program.save(tmp_path / "p")
+        assert program.namespaces == ("flextensor_fx_test_ops",)
         with pytest.raises(ProgramError, match=r"found flextensor_fx_test_ops::twice; if you trust the file"):
             flextensor_fx.load_program(tmp_path / "p")
         again = flextensor_fx.load_program(tmp_path / "p", namespaces=["flextensor_fx_test_ops"])

@@ -128,6 +128,7 @@ def test_weights_of_branches_are_fetched_before_them() -> None:
         if node.target is ops.wait and order.index(node.target) < branch
     ]
     assert {"one.weight", "other.weight"} <= set(waits)
+    assert "streamed: one.weight: fetched before cond, whose body reads it" in str(flextensor_fx.report(program))
     for sign in (1, -1):
         x = sign * torch.ones(2, 16)
         assert torch.equal(program(x), exported.module()(x))
