@@ -14,9 +14,11 @@ from torch.fx import Graph, GraphModule, Node
 from . import _sources
 from ._torch_versions import graph_module
 from .errors import OffloadError
+from .mutations import mutated_placeholders
 from .named_tensors import NamedTensors
 from .passes import ops
 from .program_inputs import ProgramInputs
+from .runtime.parameter import OffloadedParameter
 from .tree import ModuleTree
 
 _TENSORS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
@@ -99,6 +101,7 @@ def flatten(program: ExportedProgram) -> FlatProgram:
     if list(graph.find_nodes(op="placeholder")) != [*order, *given]:
         raise AssertionError(f"tensors of an exported program come first: {signature}")
     by_target = {spec.target: by_name[spec.arg.name] for spec in tensors}
+    ties = _tied_buffers(program)
     returned: list[Any] = []
     places: list[int | None] = []
     constants: list[Any] = []
@@ -115,6 +118,8 @@ def flatten(program: ExportedProgram) -> FlatProgram:
                 written = graph.call_function(torch.ops.aten.copy_.default, (into, value))
                 written.meta["val"] = into.meta.get("val")
     graph.output(tuple(returned))
+    for target, first in ties.items():  # compilers would take two placeholders for two memories
+        by_target[target].replace_all_uses_with(by_target[first])
     module = graph_module(program.graph_module, graph)
     return FlatProgram(
         module,
@@ -147,9 +152,66 @@ def hold(program: ExportedProgram) -> NamedTensors:
         else:
             buffers[name] = value.detach()
             passing += [] if spec.kind is InputKind.BUFFER and spec.persistent else [name]
+    for target, first in _tied_buffers(program).items():
+        buffers[_sources.strip_wrappers(target)] = buffers[_sources.strip_wrappers(first)]
     tree = ModuleTree.from_exported(program)
     title = next((entry.class_name for entry in tree.modules if not entry.path), "").rpartition(".")[2]
     holder = NamedTensors(parameters, tree, buffers, title or "Program")
     for module, name in map(holder.place, passing):
         module._non_persistent_buffers_set.add(name)
     return holder
+
+
+def refuse_shared_writes(flat: FlatProgram, holder: NamedTensors) -> None:
+    """Sees that what the graph writes to is no other tensor's memory too: in a store, in a file each has its own.
+
+    Raises:
+        OffloadError: it is; ties of parameters and of persistent buffers are not meant.
+    """
+    written = mutated_placeholders(flat.module.graph, flat.placeholders.values())
+    values = {target: held(*holder.place(_sources.strip_wrappers(target))) for target in flat.targets}
+    for target in (target for target, node in flat.placeholders.items() if node in written):
+        for other, value in values.items():
+            if value is not values[target] and _overlap(value, values[target]):
+                raise OffloadError(
+                    f"rewrite: {target}: expected memory of its own for a tensor that the program writes to, found it shared "
+                    f"with {other}; give one of them a clone in the model, then export"
+                )
+
+
+def _tied_buffers(program: ExportedProgram) -> dict[str, str]:
+    """Persistent buffers that are another one too: the name of that."""
+    first: dict[object, str] = {}
+    ties: dict[str, str] = {}
+    for spec in program.graph_signature.input_specs:
+        if spec.kind is InputKind.BUFFER and spec.persistent and isinstance(spec.target, str):
+            name = first.setdefault(_sources.storage_key(program.state_dict[spec.target]), spec.target)
+            if name != spec.target:
+                ties[spec.target] = name
+    return ties
+
+
+def held(module: nn.Module, name: str) -> Any:
+    """The parameter or buffer that a module has under a name."""
+    return module._parameters[name] if name in module._parameters else module._buffers[name]
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    spans = _span(one), _span(other)
+    if None in spans:
+        return False
+    (storage, begin, end), (other_storage, other_begin, other_end) = spans
+    return storage == other_storage and begin < other_end and other_begin < end
+
+
+def _span(tensor: Tensor) -> tuple[int, int, int] | None:
+    """The storage of a tensor, and from where to where in it elements lie; None if it has none or no elements."""
+    if isinstance(tensor, OffloadedParameter) or tensor.layout is not torch.strided or not tensor.numel():
+        return None
+    try:
+        storage = tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):  # wrappers of other tensors
+        return None
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.storage_offset() * tensor.element_size()
+    return storage, begin, begin + (last + 1) * tensor.element_size()

@@ -21,8 +21,9 @@ from torch import Tensor
 from ._json_files import JsonFormat
 from ._torch_versions import load_ahead
 from .errors import ProgramError
+from .exported import held
 from .inner import compile_ahead
-from .program import Program, held
+from .program import Program
 from .rewriting import load_program_as
 
 _PROGRAM, _CODE, _RECORD = "program.safetensors", "graph.pt2", "package.json"

@@ -22,7 +22,7 @@ from .checkpoint import Checkpoint, Weights, open_checkpoint
 from .compilation import Compilation, Weight
 from .config import OffloadConfig
 from .errors import ConfigError, LoadError, ProgramError
-from .exported import FlatProgram
+from .exported import FlatProgram, held
 from .inner import Inner, compile_inner
 from .loading import Bar, Filling
 from .matching import match
@@ -110,16 +110,20 @@ class Program:
         entries: dict[object, str] = {}
         tensors: dict[str, Tensor] = {}
         saved = []
-        kinds = {str(spec.target): spec.kind.name.lower() for spec in self._exported.graph_signature.input_specs}
+        specs = {str(spec.target): spec for spec in self._exported.graph_signature.input_specs}
         for target, tensor in zip(self._flat.targets, self._tensors(), strict=True):
             if tensor.is_meta:
                 raise ProgramError(
                     f"save: tensor {target!r} has no value yet; call flextensor_fx.load(program, files) first"
                 )
-            entry = entries.setdefault(storage_key(tensor), target) if tensor.numel() else ""
+            kind = specs[target].kind.name.lower()
+            # Only tensors of a state dict are read by the names of their ties.
+            tied = kind == "parameter" or (kind == "buffer" and specs[target].persistent)
+            key = (kind if tied else target, storage_key(tensor))
+            entry = entries.setdefault(key, target) if tensor.numel() else ""
             if entry == target:
                 tensors[entry] = _dense(tensor)
-            saved.append(saved_tensor(target, kinds[target], entry, tensors.get(entry, tensor)))
+            saved.append(saved_tensor(target, kind, entry, tensors.get(entry, tensor)))
         session = self.session
         record = ProgramRecord(
             str(torch.__version__),
@@ -241,7 +245,9 @@ class Program:
 
     def result(self, outputs: Any) -> Any:
         flat = self._flat
-        leaves = [c if place is None else outputs[place] for place, c in zip(flat.outputs, flat.constants, strict=True)]
+        # Dynamo returns a placeholder as what was given for it; a streamed weight would lead into the store.
+        made = [value.clone() if isinstance(value, OffloadedParameter) else value for value in outputs]
+        leaves = [c if place is None else made[place] for place, c in zip(flat.outputs, flat.constants, strict=True)]
         return pytree.tree_unflatten(leaves, flat.out_spec)
 
     def compilation(self, config: OffloadConfig, inner: Inner = compile_inner) -> Compilation:
@@ -325,12 +331,10 @@ def _weights(flat: FlatProgram, holder: NamedTensors, session: Session) -> dict[
     }
 
 
-def held(module: nn.Module, name: str) -> Any:
-    return module._parameters[name] if name in module._parameters else module._buffers[name]
-
-
 def _dense(tensor: Tensor) -> Tensor:
     """A tensor whose bytes are its elements: an expanded buffer, or a lazily conjugated one, as a file has it."""
     if isinstance(tensor, OffloadedParameter) or check_storable(tensor) is None:
         return tensor
-    return tensor.detach().resolve_conj().resolve_neg().contiguous() if type(tensor) is Tensor else tensor
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+        return tensor
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()

@@ -318,7 +318,7 @@ def _graph(who: str, data: bytes, record: ProgramRecord, namespaces: frozenset[s
     by_name = {tensor.name: tensor for tensor in record.tensors}
 
     def values(signature: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        ties: dict[str, nn.Parameter] = {}
+        ties: dict[tuple[str, str], Tensor] = {}
         state: dict[str, Any] = {}
         constants: dict[str, Any] = {}
         for spec in signature.input_specs:
@@ -330,9 +330,8 @@ def _graph(who: str, data: bytes, record: ProgramRecord, namespaces: frozenset[s
                 saved = by_name[name]
                 value = _meta(who, saved)
                 if kind == "parameter":
-                    value = ties.setdefault(
-                        saved.entry or name, nn.Parameter(value, saved.requires_grad and _grows(value))
-                    )
+                    value = nn.Parameter(value, saved.requires_grad and _grows(value))
+                value = ties.setdefault((kind, saved.entry or name), value)
                 persistent = kind == "parameter" or (kind == "buffer" and spec.value.persistent)
                 (state if persistent else constants)[name] = value
         return state, constants

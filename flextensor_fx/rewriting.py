@@ -22,7 +22,7 @@ from .checkpoint import FileCheckpoint
 from .config import OffloadConfig
 from .device_rates import link_for, rates_of
 from .errors import ConfigError, OffloadError, ProgramError
-from .exported import FlatProgram, check_program, flatten, hold
+from .exported import FlatProgram, check_program, flatten, held, hold, refuse_shared_writes
 from .graph_record import GraphRecord
 from .mutations import mutated_placeholders
 from .named_tensors import NamedTensors
@@ -31,7 +31,7 @@ from .passes.metadata import value_of
 from .passes.retarget import retarget
 from .passes.schedule import Schedule
 from .passes.steady_schedule import SteadySchedule
-from .program import COMPILING, Program, held
+from .program import COMPILING, Program
 from .program_file import ProgramRecord, read_program
 from .runtime import registry
 from .runtime.parameter import OffloadedParameter
@@ -76,6 +76,7 @@ def _rewrite(program: ExportedProgram, config: OffloadConfig | Mapping[str, Any]
         config = replace(config, budget="100%", enabled=True)  # every weight fits, so none is streamed
     holder = hold(exported)
     flat, config = _moved(flatten(exported), config)
+    refuse_shared_writes(flat, holder)
     made = Program(_without_values(exported), flat, holder, _open(flat, holder, config), config)
     if not made.has_values:
         return made

@@ -175,6 +175,22 @@ def test_a_new_file_takes_the_old_ones_place_only_when_it_is_whole(saved: Path, 
     assert_same(form.call(flextensor_fx.load_program(saved)), form.call(program))
 
 
+class _Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("rows", torch.eye(2).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sparse.mm(self.rows, self.layer(x))
+
+
+def test_a_tensor_without_a_form_in_a_file_is_named(tmp_path: Path) -> None:
+    program = streaming(Form(_Sparse, (torch.randn(2, 8),), {}, {}).exported()[1])
+    with pytest.raises(ProgramError, match="'rows': cannot be in a file: its layout is sparse_coo"):
+        program.save(tmp_path / "p")
+
+
 @pytest.mark.parametrize("where", ["nowhere/p.pt2", "."])
 def test_a_place_that_cannot_be_written_is_refused(where: str, tmp_path: Path) -> None:
     program = streaming(FORMS["repeated"].exported()[1])

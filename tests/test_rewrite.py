@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import flextensor_fx
 from compiling import fresh_compiler
@@ -139,6 +140,57 @@ def test_a_weight_that_the_graph_changes_stays_and_the_report_says_why() -> None
     program = streaming(exported)
     assert "moving" not in program.session.streamed
     assert ("moving", "the graph changes it in place") in flextensor_fx.report(program).stays
+
+
+class _Shared(nn.Module):
+    """A counter of two names, a view of a weight, and whatever is asked for."""
+
+    def __init__(self, share: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("calls", torch.zeros(8))
+        self.register_buffer("also", self.calls)
+        self.register_buffer("seen", self.layer.weight.detach())
+        self.share = share
+        if share == "in part":
+            self.register_buffer("part", self.calls[2:4])
+        if share == "in passing":
+            self.register_buffer("passing", self.calls, persistent=False)
+            self.kept = self.calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        if self.share == "a weight":
+            self.seen.add_(1)
+        if self.share == "in part":
+            x = x + self.part.sum()
+        if self.share == "in passing":
+            x = x + self.passing + self.kept
+        return self.layer(x) @ self.seen + self.also
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_buffers_of_two_names_are_one_and_those_of_a_weights_memory_are_their_own(saved: bool, tmp_path: Path) -> None:
+    x = torch.randn(2, 8)
+    exported = torch.export.export(_Shared("nothing"), (x,))
+    program = streaming(exported)
+    if saved:
+        program.save(tmp_path / "p")
+        program = flextensor_fx.load_program(tmp_path / "p")
+    reference = exported.module()
+    for _ in range(3):
+        assert torch.equal(program(x), reference(x))
+    assert program.state_dict()["calls"].data_ptr() == program.state_dict()["also"].data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("share", "message"),
+    [("a weight", "seen: .* shared with layer.weight"), ("in part", "shared with part"), ("in passing", "shared with")],
+)
+def test_a_write_to_memory_that_others_share_is_refused(share: str, message: str) -> None:
+    exported = torch.export.export(_Shared(share), (torch.randn(2, 8),))
+    with pytest.raises(OffloadError, match=message):
+        streaming(exported)
 
 
 def test_all_weights_can_stay() -> None:
@@ -292,6 +344,30 @@ def test_compiled_it_is_what_the_backend_makes_of_the_model(name: str, budget: s
     assert_same(found, expected)
     assert _schedule(program) == _schedule(backend)
     assert flextensor_fx.report(program).plan.streamed == flextensor_fx.report(backend).plan.streamed
+
+
+class _ReturnsWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer.weight, self.layer(x)
+
+
+def test_a_streamed_weight_that_is_returned_is_the_callers() -> None:
+    x = torch.randn(2, 8)
+    model = _ReturnsWeight()
+    program = streaming(torch.export.export(model, (x,)))
+    compiled = program.compile(inner_backend="aot_eager")
+    for call in (program, compiled):
+        weight, _ = call(x)
+        with torch.no_grad():
+            weight.zero_()
+            assert all(map(torch.equal, call(x), model(x)))
+    held, _ = compiled(x)
+    program.close()
+    assert type(held) is Tensor and torch.equal(held, model.layer.weight)
 
 
 def test_compiled_it_compiles_once_for_all_sizes() -> None:
