@@ -23,6 +23,7 @@ from ._torch_versions import load_ahead
 from .errors import ProgramError
 from .exported import held
 from .inner import compile_ahead
+from .passes.metadata import value_of
 from .program import Program
 from .rewriting import load_program_as
 
@@ -63,7 +64,7 @@ class Package:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the program's."""
         program, session = self._program, self.session
-        leaves = [leaf for leaf in program.leaves(args, kwargs) if isinstance(leaf, Tensor)]
+        leaves = [leaf for leaf in program.laid_out(program.leaves(args, kwargs)) if isinstance(leaf, Tensor)]
         with torch.no_grad(), session.lock:
             if session.engine is not None:
                 session.engine.settle()
@@ -80,6 +81,10 @@ def package(program: Program, path: str | os.PathLike[str]) -> None:
     if program.takes_numbers:
         raise ProgramError(
             "package: expected tensors as arguments that vary, found a number, which AOTInductor does not take"
+        )
+    if program.has_free_strides:
+        raise ProgramError(
+            "package: expected contiguous arguments where sizes vary, found other strides; export with contiguous ones"
         )
     if target.exists() or not target.parent.is_dir():
         raise ProgramError(f"package: expected the name of a directory that can be made, found {str(path)!r}")
@@ -137,6 +142,13 @@ def _compile(program: Program, file: str) -> tuple[str, ...]:
     """Compiles the graph of a program to a file; the names of the tensors that the result is given."""
     with torch.no_grad():
         compilation = program.compilation(program.config, partial(compile_ahead, file=file))
+        for node, tensor in zip(compilation.module.graph.find_nodes(op="placeholder"), program.tensors(), strict=False):
+            value = value_of(node)
+            if value.stride() != tensor.stride():  # it was a part of other memory when it was exported
+                with value.fake_mode:
+                    node.meta["val"] = torch.empty_strided(
+                        tensor.shape, tensor.stride(), dtype=value.dtype, device=value.device
+                    )
         compilation.run_until_it_fits(program.inputs_by_place())
     placeholders = compilation.module.graph.find_nodes(op="placeholder")
     return tuple(n for n, node in zip(program.targets, placeholders, strict=False) if node not in compilation.fetched)

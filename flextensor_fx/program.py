@@ -76,7 +76,7 @@ class Program:
         """
         leaves = self.leaves(args, kwargs)
         with torch.no_grad():
-            return self.result(self._run(*self._tensors(), *leaves))
+            return self.result(self._run(*self.tensors(), *leaves))
 
     def compile(self, **options: Any) -> Callable[..., Any]:
         """The program through the inner compiler, by default Inductor; called like the program.
@@ -111,7 +111,7 @@ class Program:
         tensors: dict[str, Tensor] = {}
         saved = []
         specs = {str(spec.target): spec for spec in self._exported.graph_signature.input_specs}
-        for target, tensor in zip(self._flat.targets, self._tensors(), strict=True):
+        for target, tensor in zip(self._flat.targets, self.tensors(), strict=True):
             if tensor.is_meta:
                 raise ProgramError(
                     f"save: tensor {target!r} has no value yet; call flextensor_fx.load(program, files) first"
@@ -152,7 +152,7 @@ class Program:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The tensors of the program by name, those that are streamed too."""
-        return dict(zip(self._flat.targets, (tensor.detach() for tensor in self._tensors()), strict=True))
+        return dict(zip(self._flat.targets, (tensor.detach() for tensor in self.tensors()), strict=True))
 
     def close(self) -> None:
         """Removes the store. The program cannot be called any more; closing it again does nothing."""
@@ -172,7 +172,7 @@ class Program:
         """As given to `rewrite`, with the device that was found."""
         return self._config
 
-    def _tensors(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
         return [held(module, name) for module, name in self._slots]
 
     def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -243,6 +243,10 @@ class Program:
                 if buffer is not None and buffer.is_meta and buffer.numel() == 0:
                     module._buffers[name] = torch.empty_like(buffer, device=device)
 
+    def laid_out(self, leaves: list[Any]) -> list[Any]:
+        """The leaves of a call in the layout that was exported."""
+        return self._flat.inputs.laid_out(leaves)
+
     def result(self, outputs: Any) -> Any:
         flat = self._flat
         # Dynamo returns a placeholder as what was given for it; a streamed weight would lead into the store.
@@ -258,7 +262,7 @@ class Program:
 
     def inputs_by_place(self) -> list[Any]:
         """What the flat graph takes, as far as it is known before a call."""
-        return [*self._tensors(), *[None] * len(self._flat.inputs.leaves)]
+        return [*self.tensors(), *[None] * len(self._flat.inputs.leaves)]
 
     @property
     def namespaces(self) -> tuple[str, ...]:
@@ -271,6 +275,11 @@ class Program:
     def takes_numbers(self) -> bool:
         """Whether any argument is a number that may vary."""
         return any(leaf.kind not in (None, Tensor) for leaf in self._flat.inputs.leaves)
+
+    @property
+    def has_free_strides(self) -> bool:
+        """Whether any argument that is not contiguous has a stride that may vary."""
+        return any(-1 in (leaf.stride or ()) for leaf in self._flat.inputs.leaves)
 
     def slot(self, target: str) -> tuple[nn.Module, str]:
         """The place that holds a tensor."""

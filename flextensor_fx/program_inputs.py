@@ -31,7 +31,7 @@ class Leaf:
         kind: Tensor, the type of a number that may vary, or None for a constant that was traced.
         value: of a constant.
         dtype, device, shape: of a tensor; a size that may vary is an expression over symbols.
-        contiguous: whether the tensor was traced as contiguous.
+        stride: of a tensor that was not traced as contiguous; None of others. One that hangs on a size that may vary is -1.
         written: whether the program writes to it.
     """
 
@@ -41,7 +41,7 @@ class Leaf:
     dtype: torch.dtype | None = None
     device: torch.device | None = None
     shape: tuple[Any, ...] = ()
-    contiguous: bool = True
+    stride: tuple[Any, ...] | None = None
     written: bool = False
 
 
@@ -110,6 +110,26 @@ class ProgramInputs:
                 ) from None
         return values
 
+    def laid_out(self, values: Sequence[Any]) -> list[Any]:
+        """The leaves of a call in the layout that they were exported in, for code that takes it for granted.
+
+        Raises:
+            OffloadError: one is in another layout and cannot be copied, since the program writes to it or expects strides of its
+                own.
+        """
+        found = list(values)
+        for place, (leaf, value) in enumerate(zip(self.leaves, values, strict=True)):
+            if leaf.kind is not Tensor or value.layout is not torch.strided:
+                continue
+            fits = value.is_contiguous() if leaf.stride is None else value.stride() == leaf.stride
+            if not fits and (leaf.stride is not None or leaf.written):
+                raise OffloadError(
+                    f"program: {leaf.path}: expected stride {leaf.stride or 'of a contiguous tensor'}, as it was exported, found "
+                    f"{value.stride()}; pass it in that layout"
+                )
+            found[place] = value if fits else value.contiguous()
+        return found
+
     def with_free_sizes(self, values: Sequence[Any]) -> list[Any]:
         """The leaves of a call, with the sizes that may vary marked for Dynamo, which then compiles once for all of them."""
         found = list(values)
@@ -155,8 +175,10 @@ class ProgramInputs:
 def _leaf(path: str, value: Any) -> Leaf:
     if isinstance(value, Tensor):
         shape = tuple(size if isinstance(size, int) else size.node.expr for size in value.shape)
-        dense = value.layout is torch.strided
-        return Leaf(path, Tensor, None, value.dtype, value.device, shape, not dense or value.is_contiguous())
+        if value.layout is not torch.strided or value.is_contiguous():
+            return Leaf(path, Tensor, None, value.dtype, value.device, shape)
+        stride = tuple(step if isinstance(step, int) else -1 for step in value.stride())
+        return Leaf(path, Tensor, None, value.dtype, value.device, shape, stride)
     number = _NUMBERS.get(type(value))
     return Leaf(path, number, None if number else value, shape=(value.node.expr,) if number is int else ())
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import flextensor_fx
 from compiling import fresh_compiler
@@ -80,3 +81,42 @@ def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ProgramError, match="cannot be read"):
         flextensor_fx.load_package(tmp_path)
     assert [folder.name for folder in tmp_path.iterdir()] == ["package"]
+
+
+class _Parts(nn.Module):
+    """Tensors that are parts of others, and one that repeats an element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        whole = torch.randn(8, 16)
+        self.part = nn.Parameter(whole[:, 3:11], requires_grad=False)
+        self.swapped = nn.Parameter(torch.randn(8, 8).t(), requires_grad=False)
+        self.register_buffer("gaps", whole[::2, :8])
+        self.register_buffer("expanded", torch.ones(1).expand(8))
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) @ self.part @ self.swapped + self.gaps.sum(0) + self.expanded
+
+
+def test_layouts_are_those_that_a_compiled_graph_takes_for_granted(tmp_path: Path) -> None:
+    model, x = _Parts(), torch.randn(6, 8)
+    program = streaming(torch.export.export(model, (x,)))
+    program.package(tmp_path / "package")
+    package = flextensor_fx.load_package(tmp_path / "package")
+    with torch.no_grad():
+        expected = model(x)
+    torch.testing.assert_close(program(x), expected)
+    torch.testing.assert_close(package(x), expected)
+    torch.testing.assert_close(package(x.t().contiguous().t()), expected)
+    package.close()
+
+
+def test_an_argument_that_is_written_to_must_be_laid_out_as_exported(tmp_path: Path) -> None:
+    form = FORMS["writes-input"]
+    program = streaming(form.exported()[1])
+    program.package(tmp_path / "package")
+    package = flextensor_fx.load_package(tmp_path / "package")
+    with pytest.raises(OffloadError, match=r"args\[1\]: expected stride of a contiguous tensor"):
+        package(form.args[0], torch.zeros(4, 2).t())
+    package.close()
