@@ -123,6 +123,11 @@ def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
     return _LazyGraphModule(root, graph)
 
 
+def has_kernel(op: torch._ops.OpOverload) -> bool:
+    """Whether the dispatcher serves an operator."""
+    return torch._C._dispatch_has_kernel(op.name())
+
+
 def recompile_limit() -> int:
     """How many graphs Dynamo makes of one code object before it gives up."""
     return torch._dynamo.config.recompile_limit
@@ -151,6 +156,7 @@ __all__ = [
     "graph_from_json",
     "graph_module",
     "graph_to_json",
+    "has_kernel",
     "is_compile_wrapper",
     "load_ahead",
     "profiler_enabled",

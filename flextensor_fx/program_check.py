@@ -24,11 +24,13 @@ import torch
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils import _pytree as pytree
 
+from ._torch_versions import has_kernel
 from .errors import ProgramError
 
 _NAME = re.compile(r"[^\W\d]\w*")
 _PATH = re.compile(r"[\w.\-/ ]*")
 _SYMBOL = re.compile(r"[a-z]+_?\d+")
+_ARGUMENT = re.compile(r"[^\"\\{}\x00-\x1f\x7f-\x9f\u2028\u2029]*")
 _DEVICE = re.compile(r"[a-z]+")
 _NUMBER = re.compile(r"-?\d{1,20}(\.\d{1,20})?(e-?\d{1,3})?")
 _LONGEST = 4000  # characters of an expression
@@ -103,7 +105,9 @@ class _Schema:
             **dict.fromkeys(_TEXTS, _any),
             "SymExpr.expr_str": functools.cache(_expression),
             "ExportedProgram.guards_code": _guard,
-            "ExportedProgram.range_constraints key": _symbol,
+            "ExportedProgram.range_constraints key": functools.cache(_expression),
+            "Argument.as_string": _argument_text,
+            "Argument.as_strings": _argument_text,
             "Node.target": functools.cache(self._target),
             "Argument.as_operator": self._target,
             "ModuleCallSignature.in_spec": _any,  # rewritten by _prune
@@ -200,7 +204,8 @@ class _Schema:
                 )
             packet = getattr(getattr(torch.ops, namespace), name, None)
             found = getattr(packet, overload, None)
-            if isinstance(found, OpOverload) and found._schema.name not in _REFUSED_OPS:
+            # Without a kernel it is one of the interpreter of TorchScript, some of which write files, as aten::save does.
+            if isinstance(found, OpOverload) and found._schema.name not in _REFUSED_OPS and has_kernel(found):
                 return
         raise _refused("an operator that a graph may call and this torch has", text)
 
@@ -220,8 +225,8 @@ _PATHS = (
 _PATHS += ["ExportedProgram.opset_version key"]
 # Values of the graph, and texts that only people read.
 _TEXTS = (
-    "GraphModule.metadata NamedTupleDef.field_names CustomObjArgument.name CustomObjArgument.class_fqn Argument.as_string "
-    "Argument.as_strings ConstantValue.as_string Node.metadata InputToCustomObjSpec.custom_obj_name"
+    "GraphModule.metadata NamedTupleDef.field_names CustomObjArgument.name CustomObjArgument.class_fqn "
+    "ConstantValue.as_string Node.metadata InputToCustomObjSpec.custom_obj_name"
 ).split()
 _TEXTS += ["GraphModule.metadata key", "GraphModule.treespec_namedtuple_fields key", "Node.metadata key"]
 _CLASSES_REFUSED = frozenset(("CustomObjArgument", "InputToCustomObjSpec"))
@@ -274,9 +279,10 @@ def _path(text: str) -> None:
         raise _refused("a dotted path", text)
 
 
-def _symbol(text: str) -> None:
-    if not _SYMBOL.fullmatch(text):
-        raise _refused("a symbol", text)
+def _argument_text(text: str) -> None:
+    """A mode, an equation, a message: compilers write such texts into code, not all of them with care."""
+    if not _ARGUMENT.fullmatch(text) or "''" in text:
+        raise _refused("a text without quotes, braces and line ends as an argument", text)
 
 
 def _device(text: str) -> None:
@@ -424,8 +430,12 @@ def _prune(program: Any) -> None:
             kept = {name: node.metadata[name] for name in ("nn_module_stack",) if name in node.metadata}
             node.metadata = kept
             for given in node.inputs:
-                if getattr(given.arg, "type", None) == "as_graph":
+                kind = getattr(given.arg, "type", None)
+                if kind == "as_graph":
                     graphs.append(given.arg.value.graph)
+                for option in given.arg.value.values() if kind == "as_string_to_argument" else ():
+                    if option.type == "as_string" and not re.fullmatch(r"\w*", option.value):
+                        raise _refused("an option of a kernel", option.value)  # templates write it as it is
     entries = [entry for entry in module.module_call_graph if entry.fqn == "" and entry.signature is not None]
     if len(entries) != 1:
         raise ProgramError(f"the graph: expected one signature of its call, found {len(entries)}")

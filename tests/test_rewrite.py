@@ -383,6 +383,13 @@ def test_compiled_it_compiles_once_for_all_sizes() -> None:
         compiled(torch.randn(65, 32), **form.kwargs)
 
 
+def test_any_number_of_programs_can_be_compiled() -> None:
+    for size in range(2, torch._dynamo.config.recompile_limit + 4):
+        model, x = nn.Linear(size, 3), torch.randn(2, size)
+        program = streaming(torch.export.export(model, (x,)))
+        assert torch.equal(program.compile(inner_backend="aot_eager")(x), model(x))
+
+
 def test_options_of_the_plan_are_not_for_compile() -> None:
     program = streaming(FORMS["stack"].exported()[1])
     with pytest.raises(ConfigError, match="found 'budget'"):
