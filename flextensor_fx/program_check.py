@@ -376,6 +376,7 @@ def _is_known(name: str) -> bool:
 
 def _guard(text: str) -> None:
     """A comparison of sizes: of `L['x'].size()[0]`, by arithmetic and by known functions."""
+    powers = 0
     pending: list[ast.AST] = [_parsed(text)]
     while pending:
         node = pending.pop()
@@ -383,17 +384,20 @@ def _guard(text: str) -> None:
             method = node.func
             if isinstance(method, ast.Attribute) and method.attr in _METHODS and not node.keywords:
                 pending += [method.value, *node.args]
-            elif isinstance(method, ast.Name) and (method.id in _FUNCTIONS or method.id in ("float", "int", "abs")):
+            elif _is_function(method):
                 pending += node.args
                 pending += [_refuse_node(text) for _ in node.keywords]
-            elif isinstance(method, ast.Attribute) and _is_module(method.value) and method.attr in _MATH:
-                pending += node.args
             else:
                 raise _refused("a guard on sizes", text)
         elif isinstance(node, ast.Subscript):
             pending += [node.value, node.slice]
         elif isinstance(node, ast.BinOp) and not isinstance(node.op, ast.Pow | ast.LShift | ast.MatMult):
             pending += [node.left, node.right]
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+            powers += 1
+            if powers > _MOST_POWERS or abs(_number(node.right)) > _GREATEST_POWER:
+                raise _refused("a guard on sizes", text)
+            pending.append(node.left)
         elif isinstance(node, ast.UnaryOp):
             pending.append(node.operand)
         elif isinstance(node, ast.BoolOp):
@@ -410,8 +414,15 @@ def _guard(text: str) -> None:
         raise _refused("a guard on sizes", text)
 
 
-def _is_module(node: ast.expr) -> bool:
-    return isinstance(node, ast.Name) and node.id == "math"
+def _is_function(node: ast.expr) -> bool:
+    if isinstance(node, ast.Name):
+        return node.id in _FUNCTIONS or node.id in ("float", "int", "abs")
+    known = {"math": _MATH, "torch": _SYM}
+    return (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.attr in known.get(node.value.id, ())
+    )
 
 
 def _refuse_node(text: str) -> ast.AST:

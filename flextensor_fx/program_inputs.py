@@ -29,7 +29,7 @@ class Leaf:
         path: in the arguments, "args[0]" or "kwargs['mask']['rows']".
         kind: Tensor, the type of a number that may vary, or None for a constant that was traced.
         value: of a constant.
-        dtype, device, shape: of a tensor; a size that may vary is an expression over symbols.
+        dtype, device, layout, shape: of a tensor; a size that may vary is an expression over symbols.
         contiguous: whether the tensor was traced as contiguous.
         written: whether the program writes to it.
     """
@@ -39,6 +39,7 @@ class Leaf:
     value: Any = None
     dtype: torch.dtype | None = None
     device: torch.device | None = None
+    layout: torch.layout | None = None
     shape: tuple[Any, ...] = ()
     contiguous: bool = True
     written: bool = False
@@ -155,14 +156,16 @@ def _leaf(path: str, value: Any) -> Leaf:
     if isinstance(value, Tensor):
         shape = tuple(size if isinstance(size, int) else size.node.expr for size in value.shape)
         dense = value.layout is torch.strided
-        return Leaf(path, Tensor, None, value.dtype, value.device, shape, not dense or value.is_contiguous())
+        return Leaf(
+            path, Tensor, None, value.dtype, value.device, value.layout, shape, not dense or value.is_contiguous()
+        )
     number = _NUMBERS.get(type(value))
     return Leaf(path, number, None if number else value, shape=(value.node.expr,) if number is int else ())
 
 
 def _check(leaf: Leaf, value: Any, sizes: dict[sympy.Symbol, int]) -> None:
     if leaf.kind is None:
-        if type(value) is not type(leaf.value) or value != leaf.value:
+        if type(value) is not type(leaf.value) or (value != leaf.value and repr(value) != repr(leaf.value)):  # nan
             raise OffloadError(
                 f"program: {leaf.path}: expected {leaf.value!r}, the constant that was exported, found {value!r}; export once "
                 "more for another value"
@@ -176,6 +179,11 @@ def _check(leaf: Leaf, value: Any, sizes: dict[sympy.Symbol, int]) -> None:
         return
     if not isinstance(value, Tensor):
         raise OffloadError(f"program: {leaf.path}: expected a tensor, found {type(value).__name__}")
+    layout = torch.jagged if value.is_nested else value.layout
+    if layout is not leaf.layout:
+        raise OffloadError(
+            f"program: {leaf.path}: expected a tensor of layout {leaf.layout}, found {layout}; convert it, as by to_dense()"
+        )
     if torch.is_grad_enabled() and value.requires_grad:
         raise GradientError(
             f"program: {leaf.path}: expected a tensor without gradients, found one that requires them; a program runs forward "

@@ -232,6 +232,25 @@ def test_sizes_that_are_made_of_others_survive(tmp_path: Path) -> None:
             again(torch.randn(len(wrong) // 2, 8), wrong)
 
 
+class _Root(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).new_zeros(int(x.shape[0] ** 0.5))
+
+
+def test_guards_with_roots_survive(tmp_path: Path) -> None:
+    form = Form(_Root, (torch.randn(5, 8),), {}, {"dynamic_shapes": {"x": {0: Dim.DYNAMIC}}})
+    program = streaming(form.exported()[1])
+    program.save(tmp_path / "p")
+    again = flextensor_fx.load_program(tmp_path / "p")
+    assert torch.equal(again(torch.randn(6, 8)), program(torch.randn(6, 8)))
+    with pytest.raises(OffloadError, match="expected sizes for which"):
+        again(torch.randn(16, 8))
+
+
 @pytest.mark.parametrize("where", ["nowhere/p.pt2", "."])
 def test_a_place_that_cannot_be_written_is_refused(where: str, tmp_path: Path) -> None:
     program = streaming(FORMS["repeated"].exported()[1])
@@ -429,6 +448,9 @@ HOSTILE = {
     "an attribute as a size": _set_size("Symbol.__class__"),
     "code as a guard": _set_guard(_HARM),
     "code behind a guard": _set_guard(f"L['x'].size()[0] == 3 and {_HARM}"),
+    "a guard that is a tower of powers": _set_guard("L['x'].size()[0] ** 9 ** 9 == 3"),
+    "a guard with many powers": _set_guard("((((L['x'].size()[0] ** 8) ** 8) ** 8) ** 8) ** 8 == 3"),
+    "a function of torch as a guard": _set_guard("torch.load(L['x'])"),
     "a message that ends early": _set_guard("L['x'].size()[0] == 3 and L['\"), print(1), (\"'] == 3"),
     "a method of a tensor": _set_guard("L['x'].numpy()"),
     "a name that is code": _set_name(f"x=({_HARM})"),
