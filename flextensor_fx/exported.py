@@ -197,10 +197,10 @@ def held(module: nn.Module, name: str) -> Any:
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    spans = _span(one), _span(other)
-    if None in spans:
+    span, other_span = _span(one), _span(other)
+    if span is None or other_span is None:
         return False
-    (storage, begin, end), (other_storage, other_begin, other_end) = spans
+    (storage, begin, end), (other_storage, other_begin, other_end) = span, other_span
     return storage == other_storage and begin < other_end and other_begin < end
 
 
@@ -213,5 +213,5 @@ def _span(tensor: Tensor) -> tuple[int, int, int] | None:
     except (RuntimeError, NotImplementedError):  # wrappers of other tensors
         return None
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    begin = tensor.storage_offset() * tensor.element_size()
-    return storage, begin, begin + (last + 1) * tensor.element_size()
+    begin, width = int(tensor.storage_offset()), tensor.element_size()
+    return storage, begin * width, (begin + int(last) + 1) * width
