@@ -137,6 +137,11 @@ def mark_free(tensor: torch.Tensor, dims: Sequence[int]) -> None:
     torch._dynamo.maybe_mark_dynamic(tensor, list(dims))
 
 
+def has_kernel(op: torch._ops.OpOverload) -> bool:
+    """Whether the dispatcher serves an operator."""
+    return torch._C._dispatch_has_kernel(op.name())
+
+
 def recompile_limit() -> int:
     """How many graphs Dynamo makes of one code object before it gives up."""
     return torch._dynamo.config.recompile_limit
@@ -166,6 +171,7 @@ __all__ = [
     "graph_from_json",
     "graph_module",
     "graph_to_json",
+    "has_kernel",
     "is_compile_wrapper",
     "load_ahead",
     "mark_free",

@@ -74,7 +74,7 @@ def _probe(device: torch.device) -> tuple[float, float, float]:
     with torch.inference_mode():
         a = torch.ones(_SIDE, _SIDE, dtype=torch.bfloat16, device=device)
         b = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
-        host = torch.ones(_COPY_BYTES, dtype=torch.uint8).pin_memory(device)
+        host = torch.ones(_COPY_BYTES, dtype=torch.uint8, device="cpu").pin_memory(device)
         flops = 2 * _SIDE**3 / _least_ms(lambda: a @ a, device)
         nbytes = 2 * _COPY_BYTES / _least_ms(b.clone, device)
         copied = _COPY_BYTES / _least_ms(lambda: b.copy_(host, non_blocking=True), device)

@@ -47,7 +47,7 @@ def measure_compute() -> float:
     Coarse, so that where nothing can be kept, most processes agree all the same.
     """
     with torch.inference_mode():
-        a = torch.ones(_SIDE, _SIDE)
+        a = torch.ones(_SIDE, _SIDE, device="cpu")
         _timed(lambda: a @ a)
         seconds = min(_timed(lambda: a @ a) for _ in range(10))
     return 2.0 ** (round(2 * math.log2(2 * _SIDE**3 / (seconds * 1000))) / 2)

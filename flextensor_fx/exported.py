@@ -213,5 +213,5 @@ def _span(tensor: Tensor) -> tuple[int, int, int] | None:
     except (RuntimeError, NotImplementedError):  # wrappers of other tensors
         return None
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    begin = tensor.storage_offset() * tensor.element_size()
-    return storage, int(begin), int(begin + (last + 1) * tensor.element_size())
+    begin, width = int(tensor.storage_offset()), tensor.element_size()
+    return storage, begin * width, (begin + int(last) + 1) * width

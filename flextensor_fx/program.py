@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -305,7 +306,8 @@ class CompiledProgram:
     def __init__(self, program: Program, config: OffloadConfig) -> None:
         self._program = program
         self.session = program.session
-        shell = _Shell(program)
+        # Dynamo counts the graphs of a code object, and all programs would share one.
+        shell = type(_Shell.__name__, (_Shell,), {"forward": _with_own_code(_Shell.forward)})(program)
         options = {name: getattr(config, name) for name in COMPILING}
         self._compiled = torch.compile(shell, backend=flextensor, fullgraph=True, options=options)
 
@@ -329,6 +331,10 @@ class _Shell(nn.Module):
 
     def forward(self, *leaves: Any) -> Any:
         return self.graph(*[held[name] for held, name in self._slots], *leaves)
+
+
+def _with_own_code(function: Any) -> Any:
+    return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 
 def _weights(flat: FlatProgram, holder: NamedTensors, session: Session) -> dict[Any, Weight]:

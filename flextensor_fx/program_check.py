@@ -24,11 +24,13 @@ import torch
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils import _pytree as pytree
 
+from ._torch_versions import has_kernel
 from .errors import ProgramError
 
 _NAME = re.compile(r"[^\W\d]\w*")
 _PATH = re.compile(r"[\w.\-/ ]*")
 _SYMBOL = re.compile(r"[a-z]+_?\d+")
+_ARGUMENT = re.compile(r"[^\"\\{}\x00-\x1f\x7f-\x9f\u2028\u2029]*")
 _DEVICE = re.compile(r"[a-z]+")
 _NUMBER = re.compile(r"-?\d{1,20}(\.\d{1,20})?(e-?\d{1,3})?")
 _LONGEST = 4000  # characters of an expression
@@ -103,7 +105,9 @@ class _Schema:
             **dict.fromkeys(_TEXTS, _any),
             "SymExpr.expr_str": functools.cache(_expression),
             "ExportedProgram.guards_code": _guard,
-            "ExportedProgram.range_constraints key": _symbol,
+            "ExportedProgram.range_constraints key": functools.cache(_expression),
+            "Argument.as_string": _argument_text,
+            "Argument.as_strings": _argument_text,
             "Node.target": functools.cache(self._target),
             "Argument.as_operator": self._target,
             "ModuleCallSignature.in_spec": _any,  # rewritten by _prune
@@ -200,7 +204,8 @@ class _Schema:
                 )
             packet = getattr(getattr(torch.ops, namespace), name, None)
             found = getattr(packet, overload, None)
-            if isinstance(found, OpOverload) and found._schema.name not in _REFUSED_OPS:
+            # Without a kernel it is one of the interpreter of TorchScript, some of which write files, as aten::save does.
+            if isinstance(found, OpOverload) and found._schema.name not in _REFUSED_OPS and has_kernel(found):
                 return
         raise _refused("an operator that a graph may call and this torch has", text)
 
@@ -220,8 +225,8 @@ _PATHS = (
 _PATHS += ["ExportedProgram.opset_version key"]
 # Values of the graph, and texts that only people read.
 _TEXTS = (
-    "GraphModule.metadata NamedTupleDef.field_names CustomObjArgument.name CustomObjArgument.class_fqn Argument.as_string "
-    "Argument.as_strings ConstantValue.as_string Node.metadata InputToCustomObjSpec.custom_obj_name"
+    "GraphModule.metadata NamedTupleDef.field_names CustomObjArgument.name CustomObjArgument.class_fqn "
+    "ConstantValue.as_string Node.metadata InputToCustomObjSpec.custom_obj_name"
 ).split()
 _TEXTS += ["GraphModule.metadata key", "GraphModule.treespec_namedtuple_fields key", "Node.metadata key"]
 _CLASSES_REFUSED = frozenset(("CustomObjArgument", "InputToCustomObjSpec"))
@@ -274,9 +279,10 @@ def _path(text: str) -> None:
         raise _refused("a dotted path", text)
 
 
-def _symbol(text: str) -> None:
-    if not _SYMBOL.fullmatch(text):
-        raise _refused("a symbol", text)
+def _argument_text(text: str) -> None:
+    """A mode, an equation, a message: compilers write such texts into code, not all of them with care."""
+    if not _ARGUMENT.fullmatch(text) or "''" in text:
+        raise _refused("a text without quotes, braces and line ends as an argument", text)
 
 
 def _device(text: str) -> None:
@@ -370,6 +376,7 @@ def _is_known(name: str) -> bool:
 
 def _guard(text: str) -> None:
     """A comparison of sizes: of `L['x'].size()[0]`, by arithmetic and by known functions."""
+    powers = 0
     pending: list[ast.AST] = [_parsed(text)]
     while pending:
         node = pending.pop()
@@ -377,17 +384,20 @@ def _guard(text: str) -> None:
             method = node.func
             if isinstance(method, ast.Attribute) and method.attr in _METHODS and not node.keywords:
                 pending += [method.value, *node.args]
-            elif isinstance(method, ast.Name) and (method.id in _FUNCTIONS or method.id in ("float", "int", "abs")):
+            elif _is_function(method):
                 pending += node.args
                 pending += [_refuse_node(text) for _ in node.keywords]
-            elif isinstance(method, ast.Attribute) and _is_module(method.value) and method.attr in _MATH:
-                pending += node.args
             else:
                 raise _refused("a guard on sizes", text)
         elif isinstance(node, ast.Subscript):
             pending += [node.value, node.slice]
         elif isinstance(node, ast.BinOp) and not isinstance(node.op, ast.Pow | ast.LShift | ast.MatMult):
             pending += [node.left, node.right]
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+            powers += 1
+            if powers > _MOST_POWERS or abs(_number(node.right)) > _GREATEST_POWER:
+                raise _refused("a guard on sizes", text)
+            pending.append(node.left)
         elif isinstance(node, ast.UnaryOp):
             pending.append(node.operand)
         elif isinstance(node, ast.BoolOp):
@@ -404,8 +414,15 @@ def _guard(text: str) -> None:
         raise _refused("a guard on sizes", text)
 
 
-def _is_module(node: ast.expr) -> bool:
-    return isinstance(node, ast.Name) and node.id == "math"
+def _is_function(node: ast.expr) -> bool:
+    if isinstance(node, ast.Name):
+        return node.id in _FUNCTIONS or node.id in ("float", "int", "abs")
+    known = {"math": _MATH, "torch": _SYM}
+    return (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.attr in known.get(node.value.id, ())
+    )
 
 
 def _refuse_node(text: str) -> ast.AST:
@@ -424,8 +441,12 @@ def _prune(program: Any) -> None:
             kept = {name: node.metadata[name] for name in ("nn_module_stack",) if name in node.metadata}
             node.metadata = kept
             for given in node.inputs:
-                if getattr(given.arg, "type", None) == "as_graph":
+                kind = getattr(given.arg, "type", None)
+                if kind == "as_graph":
                     graphs.append(given.arg.value.graph)
+                for option in given.arg.value.values() if kind == "as_string_to_argument" else ():
+                    if option.type == "as_string" and not re.fullmatch(r"\w*", option.value):
+                        raise _refused("an option of a kernel", option.value)  # templates write it as it is
     entries = [entry for entry in module.module_call_graph if entry.fqn == "" and entry.signature is not None]
     if len(entries) != 1:
         raise ProgramError(f"the graph: expected one signature of its call, found {len(entries)}")

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.export import ExportedProgram
 
 from ._json_files import JsonFormat
@@ -161,6 +162,11 @@ def write_program(path: Path, exported: ExportedProgram, record: ProgramRecord, 
         graph = graph_to_json(exported)
     except Exception as error:  # torch raises what comes to hand
         raise ProgramError(f"{path}: the graph cannot be saved: {type(error).__name__}: {error}") from error
+    spaces = frozenset(n.target.namespace for n in exported.graph.nodes if isinstance(n.target, OpOverload))
+    try:
+        _graph("save", graph, record, spaces)  # what torch writes and cannot read is better known now
+    except ProgramError as error:
+        raise ProgramError(f"{path}: the graph would not come back: {str(error).removeprefix('save: ')}") from error
     specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
     blank = dict.fromkeys([*tensors, _GRAPH], "0" * 64)
     size = len(_FORM.to_text(replace(record, digests=blank)).encode())

@@ -30,7 +30,7 @@ class Leaf:
         path: in the arguments, "args[0]" or "kwargs['mask']['rows']".
         kind: Tensor, the type of a number that may vary, or None for a constant that was traced.
         value: of a constant.
-        dtype, device, shape: of a tensor; a size that may vary is an expression over symbols.
+        dtype, device, layout, shape: of a tensor; a size that may vary is an expression over symbols.
         stride: of a tensor that was not traced as contiguous; None of others. One that hangs on a size that may vary is -1.
         written: whether the program writes to it.
     """
@@ -40,6 +40,7 @@ class Leaf:
     value: Any = None
     dtype: torch.dtype | None = None
     device: torch.device | None = None
+    layout: torch.layout | None = None
     shape: tuple[Any, ...] = ()
     stride: tuple[Any, ...] | None = None
     written: bool = False
@@ -176,16 +177,16 @@ def _leaf(path: str, value: Any) -> Leaf:
     if isinstance(value, Tensor):
         shape = tuple(size if isinstance(size, int) else size.node.expr for size in value.shape)
         if value.layout is not torch.strided or value.is_contiguous():
-            return Leaf(path, Tensor, None, value.dtype, value.device, shape)
+            return Leaf(path, Tensor, None, value.dtype, value.device, value.layout, shape)
         stride = tuple(step if isinstance(step, int) else -1 for step in value.stride())
-        return Leaf(path, Tensor, None, value.dtype, value.device, shape, stride)
+        return Leaf(path, Tensor, None, value.dtype, value.device, value.layout, shape, stride)
     number = _NUMBERS.get(type(value))
     return Leaf(path, number, None if number else value, shape=(value.node.expr,) if number is int else ())
 
 
 def _check(leaf: Leaf, value: Any, sizes: dict[sympy.Symbol, int]) -> None:
     if leaf.kind is None:
-        if type(value) is not type(leaf.value) or value != leaf.value:
+        if type(value) is not type(leaf.value) or (value != leaf.value and repr(value) != repr(leaf.value)):  # nan
             raise OffloadError(
                 f"program: {leaf.path}: expected {leaf.value!r}, the constant that was exported, found {value!r}; export once "
                 "more for another value"
@@ -199,6 +200,11 @@ def _check(leaf: Leaf, value: Any, sizes: dict[sympy.Symbol, int]) -> None:
         return
     if not isinstance(value, Tensor):
         raise OffloadError(f"program: {leaf.path}: expected a tensor, found {type(value).__name__}")
+    layout = torch.jagged if value.is_nested else value.layout
+    if layout is not leaf.layout:
+        raise OffloadError(
+            f"program: {leaf.path}: expected a tensor of layout {leaf.layout}, found {layout}; convert it, as by to_dense()"
+        )
     if torch.is_grad_enabled() and value.requires_grad:
         raise GradientError(
             f"program: {leaf.path}: expected a tensor without gradients, found one that requires them; a program runs forward "

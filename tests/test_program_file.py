@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.export import Dim
 
 import flextensor_fx
 from compiling import fresh_compiler
@@ -189,6 +190,65 @@ def test_a_tensor_without_a_form_in_a_file_is_named(tmp_path: Path) -> None:
     program = streaming(Form(_Sparse, (torch.randn(2, 8),), {}, {}).exported()[1])
     with pytest.raises(ProgramError, match="'rows': cannot be in a file: its layout is sparse_coo"):
         program.save(tmp_path / "p")
+
+
+class _ReturnsText(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, str]:
+        return self.layer(x), "text"  # which torch writes and does not read
+
+
+def test_a_program_that_would_not_come_back_is_not_saved(tmp_path: Path) -> None:
+    program = streaming(Form(_ReturnsText, (torch.randn(2, 8),), {}, {}).exported()[1])
+    with pytest.raises(ProgramError, match=r"the graph would not come back: .* output node"):
+        program.save(tmp_path / "p")
+    assert not [*tmp_path.iterdir()]
+
+
+class _Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.layer(x).repeat(2, 1) + y
+
+
+def test_sizes_that_are_made_of_others_survive(tmp_path: Path) -> None:
+    rows = Dim("rows", min=2, max=64)
+    shapes = {"dynamic_shapes": {"x": {0: rows}, "y": {0: 2 * rows}}}
+    form = Form(_Halves, (torch.randn(3, 8), torch.randn(6, 8)), {}, shapes)
+    program = streaming(form.exported()[1])
+    program.save(tmp_path / "p")
+    again = flextensor_fx.load_program(tmp_path / "p")
+    for count in (2, 7):
+        x, y = torch.randn(count, 8), torch.randn(2 * count, 8)
+        assert torch.equal(again(x, y), program(x, y))
+    for wrong in (torch.randn(7, 8), torch.randn(130, 8)):
+        with pytest.raises(OffloadError, match="expected"):
+            again(torch.randn(len(wrong) // 2, 8), wrong)
+
+
+class _Root(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).new_zeros(int(x.shape[0] ** 0.5))
+
+
+def test_guards_with_roots_survive(tmp_path: Path) -> None:
+    form = Form(_Root, (torch.randn(5, 8),), {}, {"dynamic_shapes": {"x": {0: Dim.DYNAMIC}}})
+    program = streaming(form.exported()[1])
+    program.save(tmp_path / "p")
+    again = flextensor_fx.load_program(tmp_path / "p")
+    assert torch.equal(again(torch.randn(6, 8)), program(torch.randn(6, 8)))
+    with pytest.raises(OffloadError, match="expected sizes for which"):
+        again(torch.randn(16, 8))
 
 
 @pytest.mark.parametrize("where", ["nowhere/p.pt2", "."])
@@ -372,6 +432,10 @@ HOSTILE = {
     "a function of the system": _set_target("torch.os.system"),
     "a loader of libraries": _set_target("torch.ops.load_library"),
     "an op that makes files": _set_target("torch.ops.aten.from_file.default"),
+    "an op of the interpreter that makes files": _set_target("torch.ops.aten.save.default"),
+    "a text that ends a text": _set_argument({"as_string": '"); system("touch {mark}"); ("'}),
+    "texts of several lines": _set_argument({"as_strings": ["x\n"]}),
+    "code as an option of a kernel": _set_argument({"as_string_to_argument": {"SIZE": {"as_string": "1; f()"}}}),
     "an op of another library": _set_target("torch.ops.profiler._record_function_enter.default"),
     "an attribute of an op": _set_target("torch.ops.aten.add.__class__.__init__"),
     "a kernel by number": _set_target("torch.ops.higher_order.triton_kernel_wrapper_mutation"),
@@ -384,6 +448,9 @@ HOSTILE = {
     "an attribute as a size": _set_size("Symbol.__class__"),
     "code as a guard": _set_guard(_HARM),
     "code behind a guard": _set_guard(f"L['x'].size()[0] == 3 and {_HARM}"),
+    "a guard that is a tower of powers": _set_guard("L['x'].size()[0] ** 9 ** 9 == 3"),
+    "a guard with many powers": _set_guard("((((L['x'].size()[0] ** 8) ** 8) ** 8) ** 8) ** 8 == 3"),
+    "a function of torch as a guard": _set_guard("torch.load(L['x'])"),
     "a message that ends early": _set_guard("L['x'].size()[0] == 3 and L['\"), print(1), (\"'] == 3"),
     "a method of a tensor": _set_guard("L['x'].numpy()"),
     "a name that is code": _set_name(f"x=({_HARM})"),

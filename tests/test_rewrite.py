@@ -238,6 +238,16 @@ def test_sizes_are_held_to_the_guards_of_the_export() -> None:
         ((torch.ones(3, 32).double(),), {"scale": torch.ones(1)}, r"found float64\[3, 32\]"),
         ((torch.ones(3, 32, device="meta"),), {"scale": torch.ones(1)}, "on meta"),
         (([1.0],), {"scale": torch.ones(1)}, r"found \(\[\.\], scale=\.\)"),
+        (
+            (torch.ones(3, 32).to_sparse(),),
+            {"scale": torch.ones(1)},
+            r"args\[0\]: expected a tensor of layout torch.strided, found torch.sparse_coo",
+        ),
+        (
+            (torch.nested.nested_tensor([torch.ones(3, 32)]),),
+            {"scale": torch.ones(1)},
+            r"args\[0\]: expected a tensor of layout torch.strided, found torch.jagged",
+        ),
         ((2.0,), {"scale": torch.ones(1)}, r"args\[0\]: expected a tensor, found float"),
         ((torch.ones(3, 32),), {"scale": None}, r"kwargs\['scale'\]: expected a tensor, found NoneType"),
     ],
@@ -252,6 +262,35 @@ def test_another_constant_is_refused() -> None:
     program = streaming(FORMS["constants"].exported()[1])
     with pytest.raises(OffloadError, match=r"args\[1\]: expected 3, the constant that was exported, found 4"):
         program(FORMS["constants"].args[0], 4)
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, by: float) -> Tensor:
+        return self.layer(x) * by
+
+
+def test_a_constant_that_is_no_number_is_itself() -> None:
+    x, by = torch.randn(2, 8), float("nan")
+    program = streaming(torch.export.export(_Scaled(), (x, by)))
+    assert program(x, float("nan")).isnan().all()
+    with pytest.raises(OffloadError, match="expected nan, the constant"):
+        program(x, 1.0)
+
+
+@pytest.mark.parametrize("store", ["disk", "host"])
+def test_the_default_device_makes_no_difference(store: str, tmp_path: Path) -> None:
+    form = FORMS["tied"]
+    model, exported = form.exported()
+    with torch.device("meta"):
+        program = streaming(exported, store=store)
+        program.save(tmp_path / "p")
+        again = flextensor_fx.load_program(tmp_path / "p")
+        found = [program(*form.args), again(*form.args)]
+    assert all(torch.equal(one, model(*form.args)) for one in found)
 
 
 def test_gradients_are_refused() -> None:
@@ -382,6 +421,13 @@ def test_compiled_it_compiles_once_for_all_sizes() -> None:
     assert len(program.session.graphs) == 2  # the interpreted one, and this
     with pytest.raises(OffloadError, match="expected size"):
         compiled(torch.randn(65, 32), **form.kwargs)
+
+
+def test_any_number_of_programs_can_be_compiled() -> None:
+    for size in range(2, torch._dynamo.config.recompile_limit + 4):
+        model, x = nn.Linear(size, 3), torch.randn(2, size)
+        program = streaming(torch.export.export(model, (x,)))
+        assert torch.equal(program.compile(inner_backend="aot_eager")(x), model(x))
 
 
 def test_options_of_the_plan_are_not_for_compile() -> None:

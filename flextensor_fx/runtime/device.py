@@ -127,7 +127,7 @@ class HostDevice:
         self.shares_memory = True
 
     def empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty_strided(size, stride, dtype=dtype)
+        return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
 
     def current_stream(self) -> None:
         return None

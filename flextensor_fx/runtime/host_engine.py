@@ -275,7 +275,7 @@ class HostEngine:
         source = self.store.source(key)
         self._ahead.discard(self.store.travels_as(key))  # a write to it is not seen, and must reach the very next call
         with torch.inference_mode(False):
-            return torch.empty(0, dtype=source.dtype).set_(
+            return torch.empty(0, dtype=source.dtype, device="cpu").set_(
                 source.untyped_storage(), source.storage_offset(), source.shape, source.stride()
             )
 

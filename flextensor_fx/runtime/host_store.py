@@ -202,7 +202,7 @@ class HostStore:
         self._files.add(specs.values())
         for spec in specs.values():
             # A first value, so that the file can be mapped; the weight's own follows.
-            self._files.write(spec.key, torch.zeros(()).to(spec.dtype).expand(spec.shape))
+            self._files.write(spec.key, torch.zeros((), device="cpu").to(spec.dtype).expand(spec.shape))
             self._add(spec, self._mappings.tensor(self._files, spec.key))
         self._note_limit()
 

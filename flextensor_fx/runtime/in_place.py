@@ -71,7 +71,9 @@ def _is_unchanged(address: int, nbytes: int) -> bool:
             raw = pagemap.read((last - first + 1) * _ENTRY)
     except OSError:
         return False
-    pages = torch.frombuffer(bytearray(raw), dtype=torch.int64) if raw else torch.zeros(0, dtype=torch.int64)
+    pages = (
+        torch.frombuffer(bytearray(raw), dtype=torch.int64) if raw else torch.zeros(0, dtype=torch.int64, device="cpu")
+    )
     if len(pages) != last - first + 1:
         return False
     changed = ((pages & _signed(_PRESENT | _SWAPPED)) != 0) & ((pages & _FILE_PAGE) == 0)

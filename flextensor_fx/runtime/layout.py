@@ -73,7 +73,7 @@ class WeightSpec:
     def array_dtype(self) -> np.dtype:
         """What numpy calls the dtype; an integer of its width where numpy has no name for it."""
         try:
-            return torch.empty(0, dtype=self.dtype).numpy().dtype
+            return torch.empty(0, dtype=self.dtype, device="cpu").numpy().dtype
         except TypeError:
             return np.dtype(f"u{self.dtype.itemsize}")
 
@@ -156,7 +156,7 @@ def converted(spec: WeightSpec, tensor: torch.Tensor) -> torch.Tensor:
     """
     if tuple(tensor.shape) == spec.shape and tensor.dtype == spec.dtype:
         return tensor
-    value = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
+    value = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="cpu")
     try:
         return value.copy_(tensor)
     except RuntimeError as error:

@@ -52,7 +52,7 @@ class Mappings:
             if storage is None:
                 storage = _map(*place, spec.nbytes)
                 self._storages[key] = place, StorageWeakRef(storage)
-            return torch.empty(0, dtype=spec.dtype).set_(storage, 0, spec.shape, spec.stride)
+            return torch.empty(0, dtype=spec.dtype, device="cpu").set_(storage, 0, spec.shape, spec.stride)
 
 
 def _map(file: int, offset: int, nbytes: int) -> torch.UntypedStorage:

@@ -177,7 +177,7 @@ class Store:
             )
         tensor = tensor.detach()
         if tensor.stride() != spec.stride or check_storable(tensor) is not None:
-            tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype).copy_(tensor)
+            tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="cpu").copy_(tensor)
         self._write(key, (tensor,))
 
     def write_pieces(self, key: str, pieces: Iterable[torch.Tensor]) -> None:
@@ -278,7 +278,7 @@ class Store:
         """
         place = self._place(key)
         if place.writer != os.getpid():
-            value = torch.empty_strided(place.spec.shape, place.spec.stride, dtype=place.spec.dtype)
+            value = torch.empty_strided(place.spec.shape, place.spec.stride, dtype=place.spec.dtype, device="cpu")
             self.read_into(key, byte_view(value).numpy())
             self.write(key, value)
             place = self._place(key)
@@ -416,7 +416,7 @@ class Store:
 def _converted(dtype: torch.dtype, pieces: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """The pieces as `dtype`, in memory that is small enough for the processor's caches and used again."""
     count = _SERIAL_ELEMENTS * max(1, _CONVERTED_BYTES // (_SERIAL_ELEMENTS * dtype.itemsize))
-    scratch = torch.empty(count, dtype=dtype)
+    scratch = torch.empty(count, dtype=dtype, device="cpu")
     for piece in pieces:
         if piece.dtype == dtype:
             yield piece
