@@ -250,8 +250,7 @@ class Program:
 
     def result(self, outputs: Any) -> Any:
         flat = self._flat
-        # Dynamo returns a placeholder as what was given for it; a streamed weight would lead into the store.
-        made = [value.clone() if isinstance(value, OffloadedParameter) else value for value in outputs]
+        made = [_given_out(value) for value in outputs]
         leaves = [c if place is None else made[place] for place, c in zip(flat.outputs, flat.constants, strict=True)]
         return pytree.tree_unflatten(leaves, flat.out_spec)
 
@@ -344,6 +343,13 @@ def _weights(flat: FlatProgram, holder: NamedTensors, session: Session) -> dict[
     return {
         node: Weight(value, session, selected[id(value)]) for node, value in values.items() if id(value) in selected
     }
+
+
+def _given_out(value: Any) -> Any:
+    if isinstance(value, OffloadedParameter):
+        return value.clone()  # Dynamo returns what it was given for a placeholder, which would lead into the store
+    # A weight that leaves the graph has the flag that its products need.
+    return value.detach() if isinstance(value, Tensor) and value.requires_grad else value
 
 
 def _dense(tensor: Tensor) -> Tensor:
