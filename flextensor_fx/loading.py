@@ -85,7 +85,8 @@ def load(
        change is noticed when the weight is next read, and is an error.
     2. One in another dtype is converted piece by piece on its way to the store.
     3. What stays resident is read into memory of its own, so a later change of the file does not reach it.
-    4. Buffers that no state dict has are computed by their modules' constructors.
+    4. Buffers that no state dict has are computed by their modules' constructors. A program has none: give their values to
+       `Program.fill`.
 
     Hooks of modules that change a state dict while it is loaded are not called. Of names for one tied weight the last that has
     a value counts. Where the model has values, tensors that were taken from it before keep them.
@@ -94,7 +95,7 @@ def load(
         model: a module on the meta device, or with values, which are replaced; a mapping of names to tensors; or a function that
             makes a module, which is called with parameters on the meta device and real buffers; or a `Program` of an export
             on the meta device.
-        weights: a safetensors file, a list of them, a directory of them, with or without an index, an index, or a mapping.
+        weights: a local safetensors file, a list of them, a directory of them, with or without an index, an index, or a mapping.
         config: an `OffloadConfig`, or a mapping of its fields; with a `profile`, patterns and plan come from there. A program has
             its own.
         strict: whether missing and unexpected names are an error; else they are a warning, and what is missing stays as it is.
