@@ -228,6 +228,8 @@ class Program:
                     "program.fill(weights, buffers={name: tensor})"
                 )
             values = {place: buffers[place.name] for place in matching.unfilled}
+            for place, value in values.items():
+                _check_buffer(place.name, place.tensor, value)
             filling = Filling(self._holder, checkpoint, matching, values, self.session, self.session.tier.device)
             if bar is not None:
                 bar.total = filling.nbytes
@@ -331,6 +333,26 @@ def _weights(flat: FlatProgram, holder: NamedTensors, session: Session) -> dict[
     return {
         node: Weight(value, session, selected[id(value)]) for node, value in values.items() if id(value) in selected
     }
+
+
+def _check_buffer(name: str, expected: Tensor, found: Any) -> None:
+    """Sees that a value is one that the graph was traced with; another may broadcast, and give wrong numbers.
+
+    Raises:
+        LoadError: it is not.
+    """
+
+    def told(tensor: Any) -> str:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return f"{dtype}{list(tensor.shape)}"
+
+    if not isinstance(found, Tensor):
+        raise LoadError(f"buffer {name!r}: expected a tensor, found {type(found).__name__}")
+    if found.is_meta or (found.shape, found.dtype) != (expected.shape, expected.dtype):
+        raise LoadError(
+            f"buffer {name!r}: expected {told(expected)} with a value, found {told(found)} on {found.device}; give what the "
+            "model has there"
+        )
 
 
 def held(module: nn.Module, name: str) -> Any:
