@@ -93,7 +93,7 @@ def rebuilt_buffers(root: nn.Module, missing: Iterable[Place]) -> dict[Place, Te
             f"load: {len(left)} buffers are on the meta device, in no state dict, and cannot be computed from what their modules "
             f"tell of their constructors' arguments: {', '.join(left[:5])}. Give a function that makes the model instead of the "
             "model: flextensor_fx.load(lambda: Model(config), weights, config); it is called with parameters on the meta device "
-            "and real buffers, and the model is returned"
+            "and real buffers, and the model is returned. Or give their values: load(..., buffers={name: tensor})"
         )
     return found
 

@@ -6,7 +6,7 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -18,7 +18,7 @@ from .candidates import Candidate, Roots
 from .checkpoint import Checkpoint, MappingCheckpoint, Weights, open_checkpoint
 from .config import OffloadConfig
 from .construction import construct, rebuilt_buffers
-from .errors import OffloadError
+from .errors import LoadError, OffloadError
 from .matching import Matching, Place, Target, match
 from .named_tensors import NamedTensors
 from .offloaded_dict import OffloadedDict
@@ -43,6 +43,7 @@ def load(
     weights: Weights,
     config: OffloadConfig | Mapping[str, Any] | None = ...,
     *,
+    buffers: Mapping[str, Tensor] | None = ...,
     strict: bool = ...,
     progress: bool = ...,
 ) -> Model: ...
@@ -52,12 +53,19 @@ def load(
     weights: Weights,
     config: OffloadConfig | Mapping[str, Any] | None = ...,
     *,
+    buffers: Mapping[str, Tensor] | None = ...,
     strict: bool = ...,
     progress: bool = ...,
 ) -> OffloadedDict: ...
 @overload
 def load(
-    model: Program, weights: Weights, config: None = ..., *, strict: bool = ..., progress: bool = ...
+    model: Program,
+    weights: Weights,
+    config: None = ...,
+    *,
+    buffers: Mapping[str, Tensor] | None = ...,
+    strict: bool = ...,
+    progress: bool = ...,
 ) -> Program: ...
 @overload
 def load(
@@ -65,6 +73,7 @@ def load(
     weights: Weights,
     config: OffloadConfig | Mapping[str, Any] | None = ...,
     *,
+    buffers: Mapping[str, Tensor] | None = ...,
     strict: bool = ...,
     progress: bool = ...,
 ) -> Model: ...
@@ -73,6 +82,7 @@ def load(
     weights: Weights,
     config: OffloadConfig | Mapping[str, Any] | None = None,
     *,
+    buffers: Mapping[str, Tensor] | None = None,
     strict: bool = True,
     progress: bool = True,
 ) -> nn.Module | OffloadedDict | Program:
@@ -85,7 +95,8 @@ def load(
        change is noticed when the weight is next read, and is an error.
     2. One in another dtype is converted piece by piece on its way to the store.
     3. What stays resident is read into memory of its own, so a later change of the file does not reach it.
-    4. Buffers that no state dict has are computed by their modules' constructors.
+    4. Buffers that no state dict has are computed by their modules' constructors. A program has none: give their values to
+       `Program.fill`.
 
     Hooks of modules that change a state dict while it is loaded are not called. Of names for one tied weight the last that has
     a value counts. Where the model has values, tensors that were taken from it before keep them.
@@ -94,9 +105,11 @@ def load(
         model: a module on the meta device, or with values, which are replaced; a mapping of names to tensors; or a function that
             makes a module, which is called with parameters on the meta device and real buffers; or a `Program` of an export
             on the meta device.
-        weights: a safetensors file, a list of them, a directory of them, with or without an index, an index, or a mapping.
+        weights: a local safetensors file, a list of them, a directory of them, with or without an index, an index, or a mapping.
         config: an `OffloadConfig`, or a mapping of its fields; with a `profile`, patterns and plan come from there. A program has
             its own.
+        buffers: values of buffers that are in no state dict, by name; those of a module need be given only where its constructors
+            cannot make them.
         strict: whether missing and unexpected names are an error; else they are a warning, and what is missing stays as it is.
         progress: show a bar on stderr if that is a terminal and it takes long.
 
@@ -113,7 +126,7 @@ def load(
     if isinstance(model, Program):
         if config is not None:
             raise OffloadError("load: expected no config for a program, which was rewritten with one; leave it out")
-        return model.fill(weights, strict=strict, progress=progress)
+        return model.fill(weights, buffers, strict=strict, progress=progress)
     config = OffloadConfig.resolve(config)
     made = _as_module(model)
     root = _frames.unwrap(made)
@@ -126,13 +139,14 @@ def load(
         matching = match(root, checkpoint)
         who = "dict" if isinstance(root, NamedTensors) else type(root).__name__
         matching.refuse(who, strict)
-        buffers = rebuilt_buffers(root, matching.unfilled)
+        values = given_buffers(matching.unfilled, buffers or {})
+        values |= rebuilt_buffers(root, [place for place in matching.unfilled if place not in values])
         session, device = None, torch.device(config.device or "cpu")
         if config.enabled:
             filled = frozenset(matching.parameters)
             session = Session.open(Roots({"": root}), config, None, {}, moves=True, filled=filled)
             device = session.tier.device
-        filling = Filling(root, checkpoint, matching, buffers, session, device)
+        filling = Filling(root, checkpoint, matching, values, session, device)
         bar.total = filling.nbytes
         if matching.warning(who):
             warnings.warn(matching.warning(who), UserWarning, stacklevel=2)
@@ -240,6 +254,38 @@ class Filling:
                 for slot in candidate.slots:
                     undo.callback(slot.put, slot.parameter)
         session.put_stand_ins(keys)
+
+
+def given_buffers(unfilled: Iterable[Place], buffers: Mapping[str, Tensor]) -> dict[Place, Tensor]:
+    """The values that are given for buffers that no checkpoint has.
+
+    Raises:
+        LoadError: one is not like its buffer.
+    """
+    values = {place: buffers[place.name] for place in unfilled if place.name in buffers}
+    for place, value in values.items():
+        check_buffer(place.name, place.tensor, value)
+    return values
+
+
+def check_buffer(name: str, expected: Tensor, found: Any) -> None:
+    """Sees that a value is one that the graph was traced with; another may broadcast, and give wrong numbers.
+
+    Raises:
+        LoadError: it is not.
+    """
+
+    def told(tensor: Any) -> str:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return f"{dtype}{list(tensor.shape)}"
+
+    if not isinstance(found, Tensor):
+        raise LoadError(f"buffer {name!r}: expected a tensor, found {type(found).__name__}")
+    if found.is_meta or (found.shape, found.dtype) != (expected.shape, expected.dtype):
+        raise LoadError(
+            f"buffer {name!r}: expected {told(expected)} with a value, found {told(found)} on {found.device}; give what the "
+            "model has there"
+        )
 
 
 def _spec(tensor: Tensor) -> WeightSpec:

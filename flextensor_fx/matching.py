@@ -99,7 +99,10 @@ class Matching:
 
     def warning(self, model: str) -> str:
         """What is missing or not expected; "" if nothing is."""
-        return "\n\t".join([f"flextensor_fx.load, {model}:", *self._lines()]) if self._lines() else ""
+        lines = self._lines()
+        if empty := [p.name for t in self.targets if t.source is None for p in t.places if p.tensor.is_meta]:
+            lines.append(f"Still on the meta device, without a value: {_quoted(empty)}. ")
+        return "\n\t".join([f"flextensor_fx.load, {model}:", *lines]) if lines else ""
 
 
 def match(root: nn.Module, checkpoint: Checkpoint) -> Matching:

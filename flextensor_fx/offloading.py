@@ -133,8 +133,8 @@ def release(model: Any) -> None:
     a compiled model compiles, and offloads, anew.
 
     Args:
-        model: the module, its compiled wrapper, a compiled function (then every model that it uses), or an `OffloadedDict`,
-            which then has plain tensors.
+        model: the module, its compiled wrapper, a compiled function (then every model that it uses), an `OffloadedDict`, which
+            then has plain tensors, or a program, which can still be saved but not be called.
 
     Raises:
         StoreError: a weight cannot be read; those not brought back stay offloaded.

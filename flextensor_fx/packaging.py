@@ -87,7 +87,10 @@ def package(program: Program, path: str | os.PathLike[str]) -> None:
             "package: expected contiguous arguments where sizes vary, found other strides; export with contiguous ones"
         )
     if target.exists() or not target.parent.is_dir():
-        raise ProgramError(f"package: expected the name of a directory that can be made, found {str(path)!r}")
+        found = "which is there already; remove it" if target.exists() else "in no directory; make that first"
+        raise ProgramError(
+            f"package: expected the name of a directory that can be made, found {str(path)!r}, {found}, or give another"
+        )
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
         partial.mkdir()
@@ -122,8 +125,14 @@ def load_package(
         ConfigError, StoreError: as `load_program`.
     """
     directory = Path(path)
-    record = _FORM.load(directory / _RECORD)
     who = f"package {str(path)!r}"
+    if not directory.is_dir():
+        found = "a file; what Program.save wrote is loaded by flextensor_fx.load_program"
+        raise ProgramError(
+            f"{who}: expected a directory that Program.package wrote, found "
+            f"{found if directory.exists() else 'nothing; check the path'}"
+        )
+    record = _FORM.load(directory / _RECORD)
     if record.torch != str(torch.__version__):
         raise ProgramError(
             f"{who}: expected torch {record.torch}, which compiled it, found {torch.__version__}; package the program again"

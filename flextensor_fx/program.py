@@ -22,14 +22,15 @@ from .backend import flextensor
 from .checkpoint import Checkpoint, Weights, open_checkpoint
 from .compilation import Compilation, Weight
 from .config import OffloadConfig
-from .errors import ConfigError, LoadError, ProgramError
+from .errors import ConfigError, LoadError, ProgramError, StoreError
 from .exported import FlatProgram, held
 from .inner import Inner, compile_inner
-from .loading import Bar, Filling
+from .loading import Bar, Filling, given_buffers
 from .matching import match
 from .named_tensors import NamedTensors
 from .program_check import TORCH_NAMESPACES
 from .program_file import ProgramRecord, SavedCosts, portable, saved_tensor, write_program
+from .runtime import registry
 from .runtime.layout import check_storable
 from .runtime.parameter import OffloadedParameter
 from .session import Session
@@ -99,7 +100,8 @@ class Program:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the program to one file, with its plan and the values that its weights have now; `load_program` reads it.
 
-        The file is a safetensors file, in which every weight lies so that the program streams it from there.
+        The file is a safetensors file, in which every weight lies so that the program streams it from there. One that exists is
+        replaced when the new one is whole.
 
         Raises:
             ProgramError: something in it has no form in a file, or the program has no values yet.
@@ -182,6 +184,11 @@ class Program:
                 f"program {self.session.uid}: expected weights with values, found those of an export on the meta device; call "
                 "flextensor_fx.load(program, files)"
             )
+        if registry.sessions.get(self._holder) is not self.session:
+            raise StoreError(
+                f"program {self.session.uid}: expected an open program, found one that was closed or released; rewrite the "
+                "exported program, or load its file, once more"
+            )
         return self._flat.inputs.flatten(args, kwargs)
 
     def fill(
@@ -204,7 +211,8 @@ class Program:
         """
         if self.has_values:
             raise ProgramError(
-                f"program {self.session.uid}: expected one that was exported on the meta device, found one with values"
+                f"program {self.session.uid}: expected one that was exported on the meta device and is not filled, found one "
+                "with values; rewrite the exported program once more for others"
             )
         with Bar(progress) as bar:
             self.fill_from(open_checkpoint(weights, bar.update), buffers or {}, strict=strict, bar=bar)
@@ -221,10 +229,10 @@ class Program:
             matching.refuse(self.session.uid, strict)
             if lacking := [place.name for place in matching.unfilled if place.name not in buffers]:
                 raise LoadError(
-                    f"program {self.session.uid}: expected values of {', '.join(lacking[:5])}, which are in no state dict; call "
-                    "program.fill(weights, buffers={name: tensor})"
+                    f"program {self.session.uid}: expected values of {', '.join(lacking[:5])}, which are in no state dict; give "
+                    "them: flextensor_fx.load(program, weights, buffers={name: tensor})"
                 )
-            values = {place: buffers[place.name] for place in matching.unfilled}
+            values = given_buffers(matching.unfilled, buffers)
             filling = Filling(self._holder, checkpoint, matching, values, self.session, self.session.tier.device)
             if bar is not None:
                 bar.total = filling.nbytes

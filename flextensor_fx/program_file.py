@@ -243,6 +243,11 @@ def read_program(path: Path, *, verify: bool = True, namespaces: Collection[str]
         ProgramError: it is no such file, is damaged, or does not fit this release.
     """
     who = f"program file {str(path)!r}"
+    if path.is_dir():
+        raise ProgramError(
+            f"{who}: expected a file that Program.save wrote, found a directory; what Program.package wrote is loaded by "
+            "flextensor_fx.load_package"
+        )
     try:
         file = PositionalFile(os.path.abspath(path))
     except OSError as error:
@@ -250,6 +255,11 @@ def read_program(path: Path, *, verify: bool = True, namespaces: Collection[str]
     try:
         return _read(who, path, file, verify, frozenset(namespaces))
     except (StoreError, ShortRead) as error:
+        if os.pread(file.fd, 4, 0) == b"PK\x03\x04":
+            raise ProgramError(
+                f"{who}: expected a file that Program.save wrote, found a zip archive; what torch.export.save wrote is read by "
+                "torch.export.load, then goes to flextensor_fx.rewrite"
+            ) from error
         raise ProgramError(f"{who}: {error}") from error
     finally:
         file.close()
@@ -259,8 +269,8 @@ def _read(who: str, path: Path, file: PositionalFile, verify: bool, namespaces: 
     digest = read_metadata(file.path, file.fd).get(_DIGEST)
     if not isinstance(digest, str):
         raise ProgramError(
-            f"{who}: expected a file that Program.save wrote, found another; for one that torch.export.save wrote use "
-            "torch.export.load, then flextensor_fx.rewrite"
+            f"{who}: expected a file that Program.save wrote, found other tensors; weights of a model are for "
+            "flextensor_fx.load"
         )
     found = read_names(file.path, file.fd)
     entries = read_entries(file.path, file.fd, {name: name for name in found})

@@ -57,6 +57,12 @@ def one_session(compiled: Any, who: str) -> Session:
     sessions = find_sessions(compiled)
     if len(sessions) == 1:
         return sessions[0]
+    own = getattr(compiled, "session", None)
+    if isinstance(own, Session):
+        raise OffloadError(
+            f"{who}: expected an open program with values, found {own.uid}, which was closed or has none yet; call "
+            "flextensor_fx.load(program, files) first, or make it once more"
+        )
     what = getattr(compiled, "__name__", type(compiled).__name__)
     found = "none" if not sessions else ", ".join(session.uid for session in sessions)
     advice = "call the compiled model once first" if not sessions else f"{who} takes each model by itself"

@@ -34,6 +34,7 @@ from .passes.steady_schedule import SteadySchedule
 from .program import COMPILING, Program
 from .program_file import ProgramRecord, read_program
 from .runtime import registry
+from .runtime.device import open_device
 from .runtime.parameter import OffloadedParameter
 from .session import AUTO, Session
 
@@ -110,6 +111,7 @@ def load_program(
     Raises:
         ProgramError: the file is no program, is damaged or altered, or does not fit this release.
         ConfigError: an option that would change the plan, or that this machine cannot do.
+        OffloadError: the device is not there.
         StoreError: a tensor cannot be read.
     """
     with _without_collector():
@@ -188,6 +190,7 @@ def _moved(flat: FlatProgram, config: OffloadConfig) -> tuple[FlatProgram, Offlo
     source = next(iter(devices), torch.device("cpu"))
     if config.device is not None:
         target = torch.device(config.device)
+        open_device(target)  # says in clear words where there is none
     else:
         target = torch.device("cpu") if source.type == "meta" else source
     retarget(flat.module.graph, source, target)

@@ -163,6 +163,11 @@ def test_what_is_not_known_for_sure_is_an_error_that_names_the_way_out(make: Any
         flextensor_fx.load(model, weights(), CONFIG)
     assert all(parameter.is_meta for parameter in model.parameters())
     values = weights()
+    given = {name: value for name, value in Model(make()).named_buffers() if name not in values}
+    with torch.device("meta"):
+        other = Model(make())
+    flextensor_fx.load(other, values, CONFIG, buffers=given)
+    assert all(torch.equal(value, given[name]) for name, value in other.named_buffers() if name in given)
     torch.manual_seed(3)
     loaded = flextensor_fx.load(lambda: Model(make()), values, CONFIG)
     torch.manual_seed(3)

@@ -261,8 +261,9 @@ def test_without_strict_what_is_missing_stays_as_it_is(tmp_path: Path) -> None:
     state["other"] = torch.ones(2)
     for model, stays in ((on_meta(), True), (Net().eval(), False)):
         before = model.layers[1].weight.detach().clone()
-        with pytest.warns(UserWarning, match=r'Missing.*"layers\.1\.weight"\. \n\tUnexpected.*"other"'):
+        with pytest.warns(UserWarning, match=r'Missing.*"layers\.1\.weight"\. \n\tUnexpected.*"other"') as told:
             flextensor_fx.load(model, state, CONFIG, strict=False)
+        assert ('Still on the meta device, without a value: "layers.1.weight"' in str(told[0].message)) == stays
         assert model.layers[1].weight.is_meta == stays
         assert ("layers.1.weight" in streamed_names(model)) != stays
         assert_equal(model.layers[0].weight.detach().clone(), state["layers.0.weight"])

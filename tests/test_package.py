@@ -72,14 +72,22 @@ def test_what_a_package_writes_to_its_inputs_is_seen_and_it_checks_them(tmp_path
 def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:
     program = streaming(FORMS["repeated"].exported()[1])
     program.package(tmp_path / "package")
-    with pytest.raises(ProgramError, match="expected the name of a directory that can be made"):
+    with pytest.raises(
+        ProgramError, match=r"expected the name of a directory that can be made.*which is there already"
+    ):
         program.package(tmp_path / "package")
+    with pytest.raises(ProgramError, match="in no directory"):
+        program.package(tmp_path / "absent" / "package")
     other = streaming(FORMS["repeated"].exported()[1], budget="90%")
     other.save(tmp_path / "package" / "program.safetensors")
     with pytest.raises(ProgramError, match="expected the program that its graph was compiled from"):
         flextensor_fx.load_package(tmp_path / "package")
     with pytest.raises(ProgramError, match="cannot be read"):
         flextensor_fx.load_package(tmp_path)
+    with pytest.raises(ProgramError, match=r"found a file; .* flextensor_fx\.load_program"):
+        flextensor_fx.load_package(tmp_path / "package" / "program.safetensors")
+    with pytest.raises(ProgramError, match="found nothing; check the path"):
+        flextensor_fx.load_package(tmp_path / "absent")
     assert [folder.name for folder in tmp_path.iterdir()] == ["package"]
 
 

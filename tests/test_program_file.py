@@ -326,8 +326,13 @@ def test_files_of_others_are_refused_by_name(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file({"w": torch.ones(4)}, tmp_path / "weights.safetensors")
-    with pytest.raises(ProgramError, match=r"found another; for one that torch\.export\.save wrote"):
+    with pytest.raises(ProgramError, match=r"found other tensors; weights .* flextensor_fx\.load"):
         flextensor_fx.load_program(tmp_path / "weights.safetensors")
+    torch.export.save(FORMS["repeated"].exported()[1], tmp_path / "exported.pt2")
+    with pytest.raises(ProgramError, match=r"found a zip archive; .* torch\.export\.load"):
+        flextensor_fx.load_program(tmp_path / "exported.pt2")
+    with pytest.raises(ProgramError, match=r"found a directory; .* flextensor_fx\.load_package"):
+        flextensor_fx.load_program(tmp_path)
     with pytest.raises(ProgramError, match="cannot be read: No such file"):
         flextensor_fx.load_program(tmp_path / "absent")
 

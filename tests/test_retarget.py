@@ -131,7 +131,10 @@ def test_buffers_that_no_state_dict_has_must_be_given() -> None:
     )
     with pytest.raises(LoadError, match=r"expected values of .*passing.*buffers="):
         flextensor_fx.load(program, model.state_dict())
-    program.fill(model.state_dict(), {"passing": model.passing, "shift": model.shift})
+    for wrong in (model.passing[:1], model.passing.double(), model.passing.to("meta"), 3):
+        with pytest.raises(LoadError, match=r"buffer 'passing': expected .*, found"):
+            program.fill(model.state_dict(), {"passing": wrong, "shift": model.shift})
+    flextensor_fx.load(program, model.state_dict(), buffers={"passing": model.passing, "shift": model.shift})
     with torch.no_grad():
         assert torch.equal(program(x), model(x))
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import flextensor_fx
 from compiling import fresh_compiler
-from flextensor_fx import BudgetError, ConfigError, GradientError, OffloadError, SelectionError, StoreError
+from flextensor_fx import BudgetError, ConfigError, GradientError, OffloadError, Program, SelectionError, StoreError
 from flextensor_fx.passes import ops
 from programs import FORMS, assert_same, streaming
 
@@ -316,6 +316,8 @@ def test_what_cannot_be_rewritten_is_refused_before_any_work() -> None:
             flextensor_fx.rewrite(wrong, {"include_patterns": ["**"]})
     with pytest.raises(ConfigError, match="found 'auto'"):
         streaming(exported, profile="auto")
+    with pytest.raises(OffloadError, match=r"device 'cuda:99': .* sees"):
+        streaming(exported, device="cuda:99")
     with pytest.raises(BudgetError) as refused:
         streaming(exported, budget=64)
     streaming(exported, budget=refused.value.least)
@@ -336,11 +338,19 @@ def _inputs(program: flextensor_fx.Program) -> list[Any]:
 
 def test_a_closed_program_cannot_be_called() -> None:
     form = FORMS["stack"]
-    program = streaming(form.exported()[1])
-    program.close()
-    program.close()
-    with pytest.raises(StoreError, match=r"expected the store .* to be open"):
-        form.call(program)
+    for end in (Program.close, flextensor_fx.release):
+        program = streaming(form.exported()[1])
+        compiled, unused = program.compile(inner_backend="eager"), program.compile(inner_backend="eager")
+        compiled(*form.args, **form.kwargs)
+        end(program)
+        end(program)
+        for called in (program, compiled, unused):
+            with pytest.raises(StoreError, match="expected an open program, found one that was closed or released"):
+                called(*form.args, **form.kwargs)
+        with pytest.raises(
+            OffloadError, match=r"report: expected an open program with values, found .*, which was closed"
+        ):
+            flextensor_fx.report(program)
 
 
 def test_a_program_is_saved_and_not_pickled() -> None:
