@@ -85,6 +85,8 @@ def _work_ms(node: Node, rates: Rates) -> float:
     """Estimated ms of a node that reads no weight."""
     if may_alias(node) or not is_tensor(node):
         return 0.0
+    if not (value_of(node).is_floating_point() or value_of(node).is_complex()):
+        return 0.0  # positions and masks are little, and torch.export writes them otherwise than Dynamo does
     name = function_name(node)
     elements, _ = _output_of(node)
     inputs = (*node.args, *node.kwargs.values())  # one may come twice

@@ -73,7 +73,8 @@ class Pipeline:
         """
         name = getattr(rewrite.func if isinstance(rewrite, partial) else rewrite, "__name__", str(rewrite))
         start = time.perf_counter()
-        before = _op_counts(self.module.graph)
+        counts = log.isEnabledFor(logging.DEBUG)
+        before = _op_counts(self.module.graph) if counts else Counter[str]()
         self._dump(name, "before")
         rewrite(self.module.graph)
         try:
@@ -86,9 +87,9 @@ class Pipeline:
         self._number += 1
         elapsed = time.perf_counter() - start
         self.seconds += elapsed
-        log.debug(
-            "%s: %s: %s (%.1f ms)", self.name, name, _difference(before, _op_counts(self.module.graph)), elapsed * 1e3
-        )
+        if counts:
+            difference = _difference(before, _op_counts(self.module.graph))
+            log.debug("%s: %s: %s (%.1f ms)", self.name, name, difference, elapsed * 1e3)
 
     def _dump(self, name: str, when: str) -> None:
         if self.dump_dir is None:
