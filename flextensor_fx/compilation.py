@@ -50,7 +50,7 @@ class Compilation:
     """The compiling of one captured graph; it is changed nowhere, a copy is.
 
     Args:
-        inner: the inner compiler.
+        inner: the inner compiler; None takes the configured one.
         costs: what is known of the graph; None estimates it.
 
     Attributes:
@@ -63,10 +63,10 @@ class Compilation:
         module: GraphModule,
         config: OffloadConfig,
         weights: Mapping[Node, Weight],
-        inner: Inner = compile_inner,
+        inner: Inner | None = None,
         costs: Costs | None = None,
     ) -> None:
-        self.inner, self.costs = inner, costs
+        self.inner, self.costs = inner or compile_inner, costs
         self.module = module
         self.config = config
         self.weights = weights

@@ -24,7 +24,7 @@ from .compilation import Compilation, Weight
 from .config import OffloadConfig
 from .errors import ConfigError, LoadError, ProgramError, StoreError
 from .exported import FlatProgram, held
-from .inner import Inner, compile_inner
+from .inner import Inner
 from .loading import Bar, Filling, given_buffers
 from .matching import match
 from .named_tensors import NamedTensors
@@ -262,7 +262,7 @@ class Program:
         leaves = [c if place is None else made[place] for place, c in zip(flat.outputs, flat.constants, strict=True)]
         return pytree.tree_unflatten(leaves, flat.out_spec)
 
-    def compilation(self, config: OffloadConfig, inner: Inner = compile_inner) -> Compilation:
+    def compilation(self, config: OffloadConfig, inner: Inner | None = None) -> Compilation:
         """One more compiling of the graph."""
         return Compilation(
             self._flat.module, config, _weights(self._flat, self._holder, self.session), inner, self.session.costs
