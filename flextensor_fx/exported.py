@@ -51,6 +51,11 @@ class FlatProgram:
         """The placeholder of each tensor, by name."""
         return dict(zip(self.targets, self.module.graph.find_nodes(op="placeholder"), strict=False))
 
+    def values(self, holder: NamedTensors) -> dict[Node, Any]:
+        """What a holder has now for the placeholder of each tensor."""
+        places = ((node, holder.place(_sources.strip_wrappers(name))) for name, node in self.placeholders.items())
+        return {node: held(*place) for node, place in places}
+
 
 def check_program(program: object, who: str) -> ExportedProgram:
     """`program`, seen to be one that can be rewritten.
@@ -168,11 +173,12 @@ def refuse_shared_writes(flat: FlatProgram, holder: NamedTensors) -> None:
     Raises:
         OffloadError: it is; ties of parameters and of persistent buffers are not meant.
     """
-    written = mutated_placeholders(flat.module.graph, flat.placeholders.values())
-    values = {target: held(*holder.place(_sources.strip_wrappers(target))) for target in flat.targets}
-    for target in (target for target, node in flat.placeholders.items() if node in written):
-        for other, value in values.items():
-            if value is not values[target] and _overlap(value, values[target]):
+    values = flat.values(holder)
+    names = {node: target for target, node in flat.placeholders.items()}
+    written = mutated_placeholders(flat.module.graph, values)
+    for node, target in ((node, target) for node, target in names.items() if node in written):
+        for other, value in ((names[one], value) for one, value in values.items()):
+            if value is not values[node] and _overlap(value, values[node]):
                 raise OffloadError(
                     f"rewrite: {target}: expected memory of its own for a tensor that the program writes to, found it shared "
                     f"with {other}; give one of them a clone in the model, then export"

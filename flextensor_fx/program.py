@@ -140,7 +140,7 @@ class Program:
             tuple(saved),
             {},
         )
-        self.fingerprint = write_program(file, self._exported, record, tensors)
+        self.fingerprint = write_program(file, self._exported, record, tensors, self.namespaces)
 
     def package(self, path: str | os.PathLike[str]) -> None:
         """Compiles the graph by AOTInductor, and writes it with the program to a new directory; `load_package` reads it.
@@ -347,9 +347,10 @@ def _with_own_code(function: Any) -> Any:
 def _weights(flat: FlatProgram, holder: NamedTensors, session: Session) -> dict[Any, Weight]:
     slots = session.roots.slots()
     selected = {id(slots[name].parameter): name for name in session.nbytes}
-    values = {node: held(*holder.place(strip_wrappers(target))) for target, node in flat.placeholders.items()}
     return {
-        node: Weight(value, session, selected[id(value)]) for node, value in values.items() if id(value) in selected
+        node: Weight(value, session, selected[id(value)])
+        for node, value in flat.values(holder).items()
+        if id(value) in selected
     }
 
 

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.export import ExportedProgram
 
 from ._json_files import JsonFormat
@@ -147,12 +146,19 @@ class SavedProgram:
 # --- writing -----------------------------------------------------------------------------------------------------------
 
 
-def write_program(path: Path, exported: ExportedProgram, record: ProgramRecord, tensors: Mapping[str, Tensor]) -> str:
+def write_program(
+    path: Path,
+    exported: ExportedProgram,
+    record: ProgramRecord,
+    tensors: Mapping[str, Tensor],
+    namespaces: Collection[str],
+) -> str:
     """Writes a program file and returns its fingerprint; whatever `path` named before is replaced once all is written.
 
     Args:
         record: with digests still missing.
         tensors: by entry; those in a store are read one at a time.
+        namespaces: of operators beside torch's own that the graph and its bodies call.
 
     Raises:
         ProgramError: something in the program has no form in a file.
@@ -162,9 +168,8 @@ def write_program(path: Path, exported: ExportedProgram, record: ProgramRecord, 
         graph = graph_to_json(exported)
     except Exception as error:  # torch raises what comes to hand
         raise ProgramError(f"{path}: the graph cannot be saved: {type(error).__name__}: {error}") from error
-    spaces = frozenset(n.target.namespace for n in exported.graph.nodes if isinstance(n.target, OpOverload))
     try:
-        _graph("save", graph, record, spaces)  # what torch writes and cannot read is better known now
+        _graph("save", graph, record, frozenset(namespaces))  # what torch writes and cannot read is better known now
     except ProgramError as error:
         raise ProgramError(f"{path}: the graph would not come back: {str(error).removeprefix('save: ')}") from error
     specs = [spec_of(name, tensor) for name, tensor in tensors.items()]

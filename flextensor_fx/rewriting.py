@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from ._sources import storage_key, strip_wrappers
+from ._sources import storage_key
 from .candidates import Roots
 from .captured import captured_costs
 from .checkpoint import FileCheckpoint
 from .config import OffloadConfig
 from .device_rates import link_for, rates_of
 from .errors import ConfigError, OffloadError, ProgramError
-from .exported import FlatProgram, check_program, flatten, held, hold, refuse_shared_writes
+from .exported import FlatProgram, check_program, flatten, hold, refuse_shared_writes
 from .graph_record import GraphRecord
 from .mutations import mutated_placeholders
 from .named_tensors import NamedTensors
@@ -209,7 +209,7 @@ def _open(
     names: dict[int, list[str]] = {}
     for name, slot in roots.slots().items():
         names.setdefault(id(slot.parameter), []).append(name)
-    values = {node: held(*holder.place(strip_wrappers(target))) for target, node in flat.placeholders.items()}
+    values = flat.values(holder)
     named = {node: names[id(value)] for node, value in values.items() if id(value) in names}
     graph = flat.module.graph
     stays = {

@@ -543,7 +543,8 @@ def test_operators_of_other_libraries_must_be_named(tmp_path: Path) -> None:
                 self.layer = nn.Linear(8, 8)
 
             def forward(self, x: Tensor) -> Tensor:
-                return torch.ops.flextensor_fx_test_ops.twice(self.layer(x))
+                twice = torch.ops.flextensor_fx_test_ops.twice  # in a body alone
+                return self.layer(torch.cond(x.sum() > 0, lambda a: twice(a) + 1, lambda a: a - 1, (x,)))
 
         form = Form(Model, (torch.randn(2, 8),), {}, {})
         program = streaming(form.exported()[1])
